@@ -1,0 +1,52 @@
+"""Frozen records of settings: what each room is told, and nothing more.
+
+`SchedulerConfig` and `WorkerConfig` are what the two halves of the engine get; they are made by
+`resolve.py` from the options a person sets (`options.py`), after every "auto" has been decided.
+This is the only module, with `options.py`, that reads `os.environ`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Policy: TypeAlias = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Settings of the engine room; all in tokens, blocks or sequences."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    policy: Policy = "fcfs"
+    depth: int = 1  # steps in flight
+    lookahead: int = 0  # unknown tokens a sequence may run ahead
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of one worker. `None` means: the worker decides and says why in its notes."""
+
+    model: str  # folder, GGUF file, or pulled model, already resolved to a path
+    load_format: str = "auto"  # auto, safetensors, gguf, dummy
+    dtype: str = "auto"  # auto, bfloat16, float32, float16
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None  # 16 on the CPU if None
+    max_model_len: int | None = None  # None: the model's; -1: fit to the memory left
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    num_blocks: int | None = None  # --num-gpu-blocks-override
+    kv_cache_memory_bytes: int | None = None
+    memory_fraction: float = 0.92  # --gpu-memory-utilization
+    attention_backend: str = "auto"
+    kernels: str = "auto"  # auto, native, reference
+    threads: int | None = None  # None: OMP_NUM_THREADS, else the physical cores
+    seed: int = 0  # of dummy weights
+    hf_overrides: tuple[tuple[str, object], ...] = ()

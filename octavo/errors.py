@@ -1,0 +1,120 @@
+"""Every error that Octavo raises on purpose.
+
+    OctavoError
+    ├── ClientError            the caller can mend it (HTTP 4xx)
+    │   ├── InvalidRequest     400: a field, its value and the remedy
+    │   ├── Unauthorized       401
+    │   ├── NotFound           404: model, route or request that does not exist
+    │   ├── TooLarge           413: body over the limit
+    │   ├── Overloaded         429: queue full; carries `retry_after`
+    │   └── DeadlineExceeded   504: the request's own deadline passed
+    └── ServerError            the operator can mend it (HTTP 5xx, or exit code 1 at start)
+        ├── ConfigError        an option that cannot be honoured; names the option
+        ├── CheckpointError    weights, tokenizer or config file missing, cut or mismatched
+        ├── RequestFailed      500: this one request failed in the engine
+        ├── Draining           503: the server is shutting down
+        └── EngineDead         503: the engine core is gone
+
+Not for: internal invariants, which are plain asserts. Next file: `types.py`.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all errors raised on purpose. `status` is the HTTP status that it becomes."""
+
+    status = 500
+    kind = "InternalServerError"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class ClientError(OctavoError):
+    """The caller sent something that cannot be served; `param` names the field."""
+
+    status = 400
+    kind = "BadRequestError"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(ClientError):
+    """A field has a value that is not allowed."""
+
+
+class Unauthorized(ClientError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    kind = "AuthenticationError"
+
+
+class NotFound(ClientError):
+    """The model, route or request named does not exist."""
+
+    status = 404
+    kind = "NotFoundError"
+
+
+class TooLarge(ClientError):
+    """The request body is larger than the limit."""
+
+    status = 413
+    kind = "RequestTooLargeError"
+
+
+class Overloaded(ClientError):
+    """The waiting queue is full; try again after `retry_after` seconds."""
+
+    status = 429
+    kind = "RateLimitError"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(ClientError):
+    """The request's own deadline passed before it was answered."""
+
+    status = 504
+    kind = "TimeoutError"
+
+
+class ServerError(OctavoError):
+    """The operator, not the caller, can mend it."""
+
+
+class ConfigError(ServerError):
+    """An option that cannot be honoured on this machine or with this model."""
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+class CheckpointError(ServerError):
+    """A file of the model is missing, cut short, or does not match the rest."""
+
+
+class RequestFailed(ServerError):
+    """The engine could not finish this one request; others are unharmed."""
+
+
+class Draining(ServerError):
+    """The server finishes what it has and takes nothing new."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+
+
+class EngineDead(ServerError):
+    """The engine core process is gone."""
+
+    status = 503
+    kind = "ServiceUnavailableError"

@@ -1,0 +1,66 @@
+"""Ops: the table of named kernels that layers, sampler and worker call, chosen once per device.
+
+`reference.py` fills it with plain torch (the oracle and the path of last resort); `cpu/` with
+native code. Which was taken and why is in `Ops.reason`, printed at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight matrix as a kernel wants it. `data` is owned; its layout is the kernel's secret."""
+
+    data: Tensor
+    rows: int  # N, output features
+    columns: int  # K, input features
+    dtype: torch.dtype  # of the activations that it multiplies
+    layout: str  # "plain" [N, K], or the name of a packed layout
+    extra: tuple[Tensor, ...] = ()  # scales and the like
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """Sampling settings of S rows, as tensors; a step's view of the slot table."""
+
+    temperature: Tensor  # f32[S], 0 is greedy
+    top_k: Tensor  # i32[S], 0 is off
+    top_p: Tensor  # f32[S]
+    min_p: Tensor  # f32[S]
+    seed: Tensor  # i64[S], the bits of an unsigned 64-bit seed
+    position: Tensor  # i64[S], absolute position of the token to be sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Kernels by name. Shapes as in `forward.py`; x is bf16 or f32 and rows are contiguous."""
+
+    name: str
+    reason: str
+    # [N, K] -> PackedWeight
+    pack: Callable[[Tensor], PackedWeight]
+    # x [T, K], weight, bias [N] or None, out dtype or None (= x's) -> [T, N]
+    linear: Callable[[Tensor, PackedWeight, Tensor | None, torch.dtype | None], Tensor]
+    # ids i32[T], weight -> [T, K], the rows of a (packed) embedding
+    embed: Callable[[Tensor, PackedWeight], Tensor]
+    # x [T, H], weight [H], eps -> [T, H]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    # x [T, H], residual [T, H], weight [H], eps -> (norm(x + residual), x + residual)
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    # q [T, Q, D], k [T, K, D], positions i32[T], cos_sin f32[max_len, D] (cos half, sin half)
+    # -> rotated q, k; rotation of halves, not of interleaved pairs
+    rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    # x [T, 2 * I] (gate half, up half) -> silu(gate) * up [T, I]
+    silu_mul: Callable[[Tensor], Tensor]
+    # logits f32[S, V], settings -> i32[S]; rows with temperature 0 are greedy.
+    # The draw is a function of (logits, settings, seed, position) alone.
+    sample: Callable[[Tensor, SampleRows], Tensor]
+    # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.
+    stack: Callable[..., Any] | None = None

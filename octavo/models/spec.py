@@ -1,0 +1,55 @@
+"""ModelSpec: a decoder described by sizes and switches, read from a Hugging Face config.
+
+Not for: weights (`weights/`) or names of tensors (a family's name map).
+Next file: `models/decoder.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions: base, rotated size, and how long contexts are scaled."""
+
+    theta: float
+    dim: int
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes and switches of one decoder-only model."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    rms_eps: float
+    rope: RopeSpec
+    tied: bool  # output head is the embedding
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int = 0  # sliding window in tokens, 0 is none
+    window_layers: tuple[bool, ...] = ()  # which layers have it; empty is all
+    dtype: str = "bfloat16"  # of the checkpoint
+    eos_ids: tuple[int, ...] = ()
+    quantization: str = ""

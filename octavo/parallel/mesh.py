@@ -1,0 +1,36 @@
+"""The rank grid: which part of the model this process holds. `Mesh.single()` is one device.
+
+Not for: communication, which is in `collectives.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction of the grid."""
+
+    rank: int = 0
+    size: int = 1
+
+    def share(self, count: int) -> tuple[int, int]:
+        """(start, size) of this rank's equal share of `count` things."""
+        if count % self.size:
+            raise ValueError(f"{count} cannot be divided over {self.size} ranks")
+        size = count // self.size
+        return self.rank * size, size
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Tensor-parallel and pipeline-parallel coordinates of this rank."""
+
+    tp: Axis = Axis()
+    pp: Axis = Axis()
+
+    @classmethod
+    def single(cls) -> Mesh:
+        """One device that holds everything."""
+        return cls()

@@ -67,6 +67,7 @@ class TokenParams(Struct, frozen=True, array_like=True):
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
             or self.bad_words
+            or self.prompt_logprobs is not None
         )
 
 
@@ -143,7 +144,10 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Log-probs at one position: the token itself first, then the best ones in falling order."""
+    """Log-probs at one position: the token itself, the best ones in falling order, `logprob_ids`.
+
+    The token may be there twice or more; `len(ids)` is 1 + alternatives + wanted ids.
+    """
 
     ids: list[int]
     values: list[float]
@@ -157,8 +161,9 @@ class StepResult(Struct, frozen=True, array_like=True):
     tokens: bytes  # i32[S]
     logprobs: dict[int, TokenLogprobs] = {}  # by index into tokens, where asked for
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by row, a value per position computed
-    bad: tuple[int, ...] = ()  # indices into tokens whose logits were not finite
+    bad: tuple[int, ...] = ()  # indices into tokens that could not be sampled; ignore the token
     forward_ms: float = 0.0
+    bad_reasons: tuple[str, ...] = ()  # one for each of `bad`
 
 
 class WorkerInfo(Struct, frozen=True):
@@ -232,6 +237,7 @@ class Progress(Struct, frozen=True, array_like=True, tag="progress"):
     phase: str  # "loading", "idle", "running", "draining"
     last_step: float  # when a step last ended
     pending: int  # requests not finished
+    detail: str = ""  # while loading: what is being done
 
 
 class ControlReply(Struct, frozen=True, array_like=True, tag="reply"):

@@ -1,0 +1,69 @@
+"""The program of the engine-core process: builds worker, scheduler and core, then serves.
+
+Started by `supervisor.py` as `python -m octavo.core`; its settings come over standard input so that
+none of them stands on a command line. Torch is imported in here and never in the API process.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from octavo.config import SchedulerConfig, WorkerConfig
+from octavo.engine.channel import Addresses
+from octavo.engine.core import EngineCore
+from octavo.engine.process import Report, run
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import OctavoError
+from octavo.types import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """All that a core's process is told. Sizes in `scheduler` that the worker finds are zero."""
+
+    addresses: Addresses
+    worker: WorkerConfig
+    scheduler: SchedulerConfig
+
+
+def build_core(
+    worker: WorkerConfig, scheduler: SchedulerConfig, report: Report
+) -> tuple[EngineCore, WorkerInfo]:
+    """Starts a worker in this process and puts scheduler and core before it."""
+    from octavo.executor.local import LocalExecutor
+
+    executor = LocalExecutor(worker, report=report)
+    info = executor.start()
+    sized = replace(
+        scheduler,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+    )
+    return EngineCore(Scheduler(sized), executor), info
+
+
+def main() -> int:
+    """Reads the settings, serves until told to stop, and gives the exit code."""
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
+    stopping = threading.Event()
+    # Ctrl-C reaches the whole process group; the API process drains first and then says stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    try:
+        return run(
+            settings.addresses,
+            lambda report: build_core(settings.worker, settings.scheduler, report),
+            stopping,
+        )
+    except OctavoError:
+        return 1  # the client has been told, and tells the operator
+
+
+if __name__ == "__main__":
+    sys.exit(main())

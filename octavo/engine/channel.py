@@ -1,0 +1,43 @@
+"""The two one-way channels between the API process and the engine core, over local sockets.
+
+Messages are msgspec records of `types.py` and nothing else is ever decoded (no pickle). The API
+process owns a private folder with both sockets and binds them; the core connects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from octavo.types import FromCore, ToCore
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the channels of one engine core are."""
+
+    to_core: str
+    from_core: str
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Addresses:
+        """Two sockets inside a folder that only this user may enter."""
+        return cls(f"ipc://{folder}/to-core", f"ipc://{folder}/from-core")
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket that never blocks the sender and never holds up an exit."""
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.linger = 0
+    return socket
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    """One record as bytes."""
+    return msgspec.msgpack.encode(message)
+
+

@@ -1,0 +1,224 @@
+"""The API process's end of the ring: submit, abort, streams of token news, health.
+
+Tokens only; text is made by `octavo/text_engine.py`. All methods belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from octavo.engine.channel import Addresses, encode
+from octavo.errors import EngineDead, RequestFailed
+from octavo.types import (
+    Abort,
+    AddRequest,
+    Control,
+    ControlReply,
+    Died,
+    FromCore,
+    Progress,
+    Ready,
+    SequenceOutput,
+    StepOutputs,
+    StepStats,
+    WorkerInfo,
+)
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What the core last said of itself."""
+
+    phase: str = "loading"
+    detail: str = ""
+    heard_at: float = field(default_factory=time.monotonic)
+    last_step: float = field(default_factory=time.monotonic)
+    pending: int = 0
+
+
+class Subscription:
+    """News of the sequences of one request, in the order in which the core sent it."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self.ids = tuple(ids)
+        self._news: deque[SequenceOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    def push(self, output: SequenceOutput) -> None:
+        """Called by the client for each output."""
+        self._news.append(output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """No more news will come."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def news(self) -> list[SequenceOutput]:
+        """All news since the last call, at least one; raises EngineDead when none can come."""
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        found = list(self._news)
+        self._news.clear()
+        return found
+
+
+class EngineClient:
+    """One engine core as seen from the API process."""
+
+    def __init__(
+        self, addresses: Addresses, on_stats: Callable[[StepStats], None] | None = None
+    ) -> None:
+        self.pulse = Pulse()
+        self.info: WorkerInfo | None = None
+        self.stats = StepStats()
+        self.dead: EngineDead | None = None
+        self.died: Died | None = None  # the core's last word, if it had one
+        self.ready = asyncio.Event()
+        self._on_stats = on_stats
+        self._streams: dict[str, Subscription] = {}
+        self._replies: dict[int, asyncio.Future[dict[str, str]]] = {}
+        self._numbers = itertools.count()
+        context = zmq.asyncio.Context.instance()
+        self._to_core = context.socket(zmq.PUSH)
+        self._from_core = context.socket(zmq.PULL)
+        for socket in (self._to_core, self._from_core):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._to_core.bind(addresses.to_core)
+        self._from_core.bind(addresses.from_core)
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have been submitted and not ended."""
+        return len(self._streams)
+
+    def submit(self, requests: Sequence[AddRequest]) -> Subscription:
+        """Sends the sequences of one request; their ids must be unique."""
+        if self.dead is not None:
+            raise self.dead
+        stream = Subscription([request.id for request in requests])
+        for request in requests:
+            self._streams[request.id] = stream
+            self._send(request)
+        return stream
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Ends sequences that are still open and forgets them; no further news comes."""
+        open_ids = [i for i in ids if self._streams.pop(i, None) is not None]
+        if open_ids and self.dead is None:
+            self._send(Abort(open_ids))
+
+    async def control(self, op: str, **args: str) -> dict[str, str]:
+        """Runs an operation on the whole engine and waits for its result."""
+        if self.dead is not None:
+            raise self.dead
+        number = next(self._numbers)
+        reply: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        self._send(Control(number, op, args))
+        try:
+            return await reply
+        finally:
+            self._replies.pop(number, None)
+
+    def stop(self) -> None:
+        """Asks the core's process to end."""
+        if self.dead is None:
+            self._send(Control(next(self._numbers), "stop"))
+
+    def fail(self, error: EngineDead) -> None:
+        """The core is gone: every open stream and call ends with `error`."""
+        if self.dead is not None:
+            return
+        self.dead = error
+        self.pulse.phase = "dead"
+        self.stats = StepStats(blocks_total=self.stats.blocks_total)
+        if self._on_stats is not None:
+            self._on_stats(self.stats)
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        self._streams.clear()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+
+    def close(self) -> None:
+        """Frees the sockets; the client cannot be used afterwards."""
+        self._reader.cancel()
+        self._to_core.close()
+        self._from_core.close()
+
+    def _send(self, message: AddRequest | Abort | Control) -> None:
+        # An unbounded PUSH socket takes the message at once; the returned future is done.
+        self._to_core.send(encode(message))
+
+    async def _read(self) -> None:
+        decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+        while True:
+            self._handle(decoder.decode(await self._from_core.recv()))
+
+    def _handle(self, message: FromCore) -> None:
+        if isinstance(message, StepOutputs):
+            self._deliver(message)
+        elif isinstance(message, Progress):
+            self.pulse = Pulse(
+                message.phase, message.detail, time.monotonic(), message.last_step, message.pending
+            )
+        elif isinstance(message, ControlReply):
+            self._answer(message)
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self.pulse.phase = "idle"
+            self.ready.set()
+        elif isinstance(message, Died):
+            self.died = message
+            self.fail(EngineDead(message.error))
+
+    def _deliver(self, message: StepOutputs) -> None:
+        self.stats = message.stats
+        if self._on_stats is not None:
+            self._on_stats(message.stats)
+        for output in message.outputs:
+            if output.reason is None:
+                stream = self._streams.get(output.id)
+            else:
+                stream = self._streams.pop(output.id, None)
+            if stream is not None:
+                stream.push(output)
+
+    def _answer(self, message: ControlReply) -> None:
+        reply = self._replies.get(message.id)
+        if reply is None or reply.done():
+            return
+        if message.error:
+            reply.set_exception(RequestFailed(message.error))
+        else:
+            reply.set_result(message.result)
+
+
+async def outputs(stream: Subscription) -> AsyncIterator[SequenceOutput]:
+    """Every output of a subscription until each of its sequences has ended."""
+    left = len(stream.ids)
+    while left:
+        for output in await stream.news():
+            left -= output.reason is not None
+            yield output

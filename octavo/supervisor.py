@@ -1,0 +1,146 @@
+"""Keeps one engine core running: starts its process, watches it, restarts it when it dies.
+
+A core that dies while it loads for the first time ends the start with its own error. A core that
+dies later costs the requests it held, never the service: a new one is started, at most
+`MAX_RESTARTS` times within `RESTART_WINDOW` seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from octavo.config import SchedulerConfig, WorkerConfig
+from octavo.core import CoreSettings
+from octavo.engine.channel import Addresses
+from octavo.engine.client import EngineClient
+from octavo.errors import CheckpointError, ConfigError, EngineDead, OctavoError
+from octavo.types import Died, StepStats, WorkerInfo
+
+MAX_RESTARTS = 3
+RESTART_WINDOW = 300.0
+STOP_SECONDS = 3.0
+
+logger = logging.getLogger("octavo.supervisor")
+
+
+class Supervisor:
+    """Owns the core's process and the client that talks to it."""
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        scheduler: SchedulerConfig,
+        on_stats: Callable[[StepStats], None] | None = None,
+    ) -> None:
+        self._worker = worker
+        self._scheduler = scheduler
+        self._on_stats = on_stats
+        self._client: EngineClient | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder: Path | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._restarts: list[float] = []
+        self._stopping = False
+        self.info: WorkerInfo | None = None
+        self.failure: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def client(self) -> EngineClient:
+        """The client of the core that runs now."""
+        if self._client is None:
+            raise EngineDead("the engine has not been started")
+        return self._client
+
+    async def start(self) -> None:
+        """Starts the core's process and returns at once; `ready` waits for it."""
+        await self._spawn()
+        self._watch = asyncio.get_running_loop().create_task(self._keep())
+
+    async def ready(self) -> WorkerInfo:
+        """Waits until the core takes requests; raises what kept it from starting."""
+        waiting = asyncio.get_running_loop().create_task(self.client.ready.wait())
+        await asyncio.wait({waiting, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self.failure.done():
+            raise self.failure.result()
+        assert self.client.info is not None
+        return self.client.info
+
+    async def stop(self) -> None:
+        """Ends the core's process, politely and then not; may be called twice."""
+        self._stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
+        process = self._process
+        if process is not None and process.returncode is None:
+            self.client.stop()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._client is not None:
+            self._client.fail(EngineDead("the engine has been stopped"))
+            self._client.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    async def _spawn(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
+        addresses = Addresses.in_folder(self._folder)
+        self._client = EngineClient(addresses, self._on_stats)
+        settings = CoreSettings(addresses, self._worker, self._scheduler)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "octavo.core", stdin=asyncio.subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(settings))
+        with contextlib.suppress(ConnectionError):  # its end is noticed by the watch
+            await self._process.stdin.drain()
+        self._process.stdin.close()
+
+    async def _keep(self) -> None:
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            await asyncio.sleep(0.05)  # let the client read a last word from the socket
+            if self._stopping:
+                return
+            was_ready = self.client.ready.is_set()
+            error = self._reason(code)
+            self.client.fail(EngineDead(error.message))
+            if not was_ready or not self._may_restart():
+                self.failure.set_result(error)
+                return
+            logger.error("event=core_died code=%d error=%r action=restart", code, error.message)
+            self._forget()
+            await self._spawn()
+
+    def _reason(self, code: int) -> OctavoError:
+        died: Died | None = self.client.died
+        if died is None:
+            return EngineDead(f"the engine core ended with code {code} and said nothing")
+        kinds: dict[str, type[OctavoError]] = {
+            "ConfigError": ConfigError,
+            "CheckpointError": CheckpointError,
+        }
+        return kinds.get(died.kind, EngineDead)(died.error)
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        self._restarts = [t for t in self._restarts if now - t < RESTART_WINDOW] + [now]
+        return len(self._restarts) <= MAX_RESTARTS

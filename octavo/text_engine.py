@@ -1,0 +1,327 @@
+"""TextEngine: requests in, text deltas out. The tokenizer's side of the engine.
+
+The server and `AsyncLLMEngine` are built on it. It admits or refuses, expands `n`, makes text of
+tokens, ends what a stop string ends, and keeps the counts that metrics show.
+Not for: HTTP (`server/`), starting processes (`supervisor.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from octavo.engine.client import EngineClient
+from octavo.errors import Draining, EngineDead, Overloaded
+from octavo.obs.metrics import Metrics
+from octavo.obs.stats import RequestTimes
+from octavo.sampling_params import SamplingParams
+from octavo.text.assembler import Assembler, Delta
+from octavo.text.chat import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import AddRequest, SequenceOutput
+
+HEARTBEAT_GRACE = 2.0  # seconds without a heartbeat that are still no sign of a stall
+
+
+class CoreSource(Protocol):
+    """Where the client of the running core is had; it changes when a core is restarted."""
+
+    @property
+    def client(self) -> EngineClient: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How much may wait. `max_running` sequences run at once; what exceeds it queues."""
+
+    max_running: int
+    max_queued: int
+    max_queued_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the engine is doing, from its heartbeats."""
+
+    phase: str  # loading, idle, running, draining, dead
+    detail: str
+    alive: bool
+    ready: bool
+    stalled_for: float  # seconds without a step while work waits, or without a heartbeat
+
+
+@dataclass(slots=True)
+class Rate:
+    """Sequences finished a second, over the last minute."""
+
+    window: float = 60.0
+    _ends: deque[float] = field(default_factory=deque)
+
+    def count(self, now: float) -> None:
+        """One sequence has ended."""
+        self._ends.append(now)
+
+    def seconds_for(self, sequences: int, now: float) -> float:
+        """How long that many take at the measured rate; between 1 and 60 seconds."""
+        while self._ends and now - self._ends[0] > self.window:
+            self._ends.popleft()
+        if not self._ends:
+            return 1.0
+        per_second = len(self._ends) / max(1.0, now - self._ends[0])
+        return min(60.0, max(1.0, sequences / per_second))
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sequence of a request on its way."""
+
+    assembler: Assembler
+    times: RequestTimes
+    last_news: float = 0.0
+
+
+class TextEngine:
+    """One engine, spoken to in text."""
+
+    def __init__(
+        self,
+        source: CoreSource,
+        *,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        model_names: tuple[str, ...],
+        max_logprobs: int,
+        admission: Admission,
+        metrics: Metrics,
+        generation_defaults: dict[str, object],
+        settings: list[tuple[str, str, str]],
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.model_names = model_names
+        self.metrics = metrics
+        self.generation_defaults = generation_defaults
+        self.settings = settings
+        self._source = source
+        self._max_logprobs = max_logprobs
+        self._admission = admission
+        self._clock = clock
+        self._rate = Rate()
+        self._numbers = itertools.count()
+        self._queued_tokens = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._open = 0  # sequences between admission and their end
+        # Without a seed of the server's own, two servers must not answer alike.
+        self._seeds = Random(secrets.randbits(64) if seed is None else seed)
+
+    @property
+    def limits(self) -> Limits:
+        """Raises EngineDead while the model is still loading."""
+        info = self._source.client.info
+        if info is None:
+            raise EngineDead("the model is still loading")
+        return Limits(info.max_model_len, info.vocab_size, info.block_size, self._max_logprobs)
+
+    @property
+    def health(self) -> Health:
+        """From the core's last heartbeat; costs nothing."""
+        client = self._source.client
+        pulse, now = client.pulse, self._clock()
+        alive = client.dead is None
+        phase = "draining" if self._draining and alive else pulse.phase
+        silent = now - pulse.heard_at
+        stalled = silent if silent > HEARTBEAT_GRACE else 0.0
+        if pulse.phase == "running" and pulse.pending:
+            stalled = max(stalled, now - pulse.last_step)
+        ready = alive and client.ready.is_set() and not self._draining
+        return Health(phase, pulse.detail, alive, ready, stalled)
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have been admitted and have not ended."""
+        return self._open
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        arrival: float,
+        priority: int = 0,
+        deadline: float = 0.0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[Delta]:
+        """All choices, interleaved; each ends with exactly one `finish_reason`.
+
+        Closing the iterator aborts what is left. Raises Overloaded or Draining before the first
+        delta, EngineDead whenever the core is lost.
+        """
+        self._admit(params.n, len(prompt_ids))
+        requests = self._requests(
+            prompt_ids, params, request_id, arrival, priority, deadline, cache_salt
+        )
+        choices = {
+            request.id: self._choice(index, request, params)
+            for index, request in enumerate(requests)
+        }
+        self._enter(len(requests))
+        client = self._source.client
+        try:
+            stream = client.submit(requests)
+            while choices:
+                for output in await stream.news():
+                    choice = choices.get(output.id)
+                    if choice is None:
+                        continue  # a stop string ended it before this step landed
+                    delta = choice.assembler.push(output)
+                    self._observe(choice, output, delta)
+                    if delta.finish_reason is not None:
+                        del choices[output.id]
+                        self._leave(choice, delta.finish_reason)
+                        if output.reason is None:
+                            client.abort([output.id])
+                    yield delta
+        except EngineDead:
+            for choice in choices.values():
+                self._leave(choice, "error")
+            choices.clear()
+            raise
+        finally:
+            client.abort(list(choices))
+            for choice in choices.values():
+                self._leave(choice, "abort")
+
+    async def control(self, op: str, **args: str) -> dict[str, str]:
+        """An operation on the whole engine, such as `reset_prefix_cache`."""
+        return await self._source.client.control(op, **args)
+
+    async def drain(self, timeout: float) -> int:
+        """Takes nothing new, waits for what runs, cuts the rest; how many were cut."""
+        self._draining = True
+        if not self._open:
+            return 0
+        self._idle.clear()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except asyncio.TimeoutError:
+            cut = self._open
+            self._source.client.fail(EngineDead("the server is shutting down"))
+            return cut
+        return 0
+
+    def _admit(self, sequences: int, prompt_tokens: int) -> None:
+        if self._draining:
+            raise Draining("the server is shutting down and takes no new requests")
+        client, limit = self._source.client, self._admission
+        if client.dead is not None:
+            raise client.dead
+        waiting = self._open + sequences - limit.max_running
+        if waiting > limit.max_queued and self._open:
+            self.metrics.rejected("max_num_queued_reqs")
+            raise Overloaded(
+                f"The engine is busy: {self._open} sequences are running or waiting, and at most "
+                f"{limit.max_queued} may wait. Try again later.",
+                self._rate.seconds_for(waiting, self._clock()),
+            )
+        queued = client.stats.queued_tokens
+        if limit.max_queued_tokens is not None and queued + prompt_tokens > limit.max_queued_tokens:
+            self.metrics.rejected("max_num_queued_tokens")
+            raise Overloaded(
+                f"The engine is busy: {queued} prompt tokens are waiting, and at most "
+                f"{limit.max_queued_tokens} may wait. Try again later.",
+                self._rate.seconds_for(max(1, client.stats.waiting), self._clock()),
+            )
+
+    def _requests(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        arrival: float,
+        priority: int,
+        deadline: float,
+        cache_salt: str,
+    ) -> list[AddRequest]:
+        group = f"{next(self._numbers)}-{request_id}"  # callers' ids may clash, these never do
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        room = self.limits.max_model_len - len(prompt_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return [
+            AddRequest(
+                id=f"{group}-{index}",
+                prompt_ids=prompt_ids,
+                params=params.to_token_params(
+                    self.tokenizer,
+                    eos_ids=self.tokenizer.eos_ids,
+                    max_tokens=max_tokens,
+                    index=index,
+                    seed=seed,
+                ),
+                arrival=arrival,
+                group=group,
+                priority=priority,
+                deadline=deadline,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+
+    def _choice(self, index: int, request: AddRequest, params: SamplingParams) -> _Choice:
+        assembler = Assembler(self.tokenizer, params, index=index, eos_ids=self.tokenizer.eos_ids)
+        times = RequestTimes(
+            arrival=request.arrival,
+            prompt_tokens=len(request.prompt_ids),
+            n=params.n,
+            max_tokens=request.params.max_tokens,
+        )
+        return _Choice(assembler, times)
+
+    def _enter(self, sequences: int) -> None:
+        self._open += sequences
+        self._idle.clear()
+
+    def _leave(self, choice: _Choice, reason: str) -> None:
+        now = self._clock()
+        choice.times.finished = now
+        choice.times.reason = reason
+        self._rate.count(now)
+        self.metrics.finished(choice.times)
+        self._open -= 1
+        if not self._open:
+            self._idle.set()
+
+    def _observe(self, choice: _Choice, output: SequenceOutput, delta: Delta) -> None:
+        times, now = choice.times, self._clock()
+        times.scheduled = output.scheduled_at or times.scheduled
+        times.cached_tokens = max(times.cached_tokens, output.num_cached)
+        times.preemptions = max(times.preemptions, output.preemptions)
+        times.generation_tokens += len(delta.token_ids)
+        if not output.new_ids:
+            return
+        if not times.first_token:
+            times.first_token = now
+            self.metrics.first_token(now - times.arrival)
+        else:
+            self.metrics.token_gap(now - choice.last_news, len(output.new_ids))
+        times.last_token = choice.last_news = now

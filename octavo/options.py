@@ -1,0 +1,499 @@
+"""Every option a person can set, once: fields become flags, variables, file keys and arguments.
+
+`EngineArgs` is what an engine needs, `ServerArgs` what the HTTP server adds. Names and defaults
+are those of vLLM where they mean the same. A value that this build cannot honour is refused by
+`check`, with the option, the value and the remedy; nothing is ignored.
+This is the only module, with `config.py`, that reads `os.environ`.
+Not for: deciding what "auto" means (`resolve.py`), parsing a command line (`cli/flags.py`).
+Next file: `resolve.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.fields import Record, absent, option, options_of, unknown_name
+
+DEFAULT_MODEL = "smollm2-135m"
+ONE_DEVICE = "this build runs a model on one CPU device; use 1, and start more servers for more."
+DTYPE_WORDS = {"half": "float16", "float": "float32"}
+GIB = 2**30
+
+
+@dataclass
+class EngineArgs(Record):
+    """Options of an engine; also exported as `AsyncEngineArgs`."""
+
+    model: str = option(
+        DEFAULT_MODEL,
+        "folder, GGUF file, hub id, or a name that `octavo pull` knows",
+        group="Model",
+    )
+    tokenizer: str | None = option(
+        None,
+        "folder or file of another tokenizer; the model's own if left out",
+        kind="str",
+        group="Model",
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of a hub model", kind="str", group="Model"
+    )
+    tokenizer_revision: str | None = option(
+        None, "branch, tag or commit of a hub tokenizer", kind="str", group="Model"
+    )
+    download_dir: str | None = option(
+        None,
+        "folder for downloaded weights and built kernels",
+        kind="str",
+        group="Model",
+        env=("OCTAVO_CACHE_DIR", "VLLM_CACHE_ROOT"),
+    )
+    load_format: str = option(
+        "auto",
+        "kind of weights file; dummy makes random weights from config.json alone",
+        group="Model",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and activations; auto is bfloat16 where the CPU computes it",
+        group="Model",
+        choices=("auto", "bfloat16", "float16", "float32", "half", "float"),
+    )
+    quantization: str | None = option(
+        None,
+        "way of keeping weights small; the checkpoint's own if left out",
+        kind="str",
+        group="Model",
+        only=(None,),
+        remedy="no quantization method is built in yet; leave it out to run in bfloat16.",
+    )
+    hf_overrides: dict[str, Any] = option(
+        {}, "JSON object laid over the model's config.json", group="Model"
+    )
+    generation_config: str = option(
+        "auto",
+        "where sampling defaults come from: auto (the model's file), vllm (none), or a folder",
+        group="Model",
+    )
+    override_generation_config: dict[str, Any] = option(
+        {}, "JSON object laid over the model's sampling defaults", group="Model"
+    )
+    seed: int = option(
+        0, "seed of dummy weights; requests have their own", group="Model", minimum=0
+    )
+    trust_remote_code: bool = option(
+        False,
+        "refused: no family here needs it",
+        group="Model",
+        only=(False,),
+        remedy="a checkpoint's own Python is never run, for it could do anything on this machine; "
+        "leave it out, the families listed in the README need none.",
+    )
+
+    max_model_len: int | str | None = option(
+        None,
+        "longest sequence, prompt and answer together; auto (or -1) fits it to the memory left",
+        kind="size",
+        group="Memory",
+        words=("auto",),
+        minimum=-1,
+    )
+    gpu_memory_utilization: float = option(
+        0.92,
+        "share of the machine's free memory that weights and KV cache may take",
+        group="Memory",
+        minimum=0.01,
+        maximum=1.0,
+        env=("GPU_MEMORY_UTILIZATION",),
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "exact size of the KV cache; units like 512M or 4G work",
+        kind="size",
+        group="Memory",
+        minimum=1,
+        env=("VLLM_CPU_KVCACHE_SPACE",),
+        env_scale=GIB,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of the KV cache; auto is the model's",
+        group="Memory",
+        env=("KV_CACHE_DTYPE",),
+        only=("auto", "bfloat16", "float16", "float32"),
+        remedy="keys and values are kept in the model's format on the CPU; use auto.",
+    )
+    block_size: int | None = option(
+        None,
+        "tokens a KV page; 16 if left out",
+        kind="int",
+        group="Memory",
+        minimum=1,
+        maximum=256,
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "exact number of KV pages", kind="int", group="Memory", minimum=1
+    )
+    enable_prefix_caching: bool = option(
+        True, "reuse the pages of prompts that begin alike", group="Memory"
+    )
+
+    max_num_batched_tokens: int | None = option(
+        None,
+        "most tokens computed in one step; 2048 if left out",
+        kind="size",
+        group="Scheduling",
+        minimum=1,
+        env=("MAX_NUM_BATCHED_TOKENS",),
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "most sequences in one step; 128 if left out",
+        kind="size",
+        group="Scheduling",
+        minimum=1,
+    )
+    enable_chunked_prefill: bool = option(
+        True, "let a long prompt share steps with running answers", group="Scheduling"
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "who leaves the queue first: oldest, or lowest priority number",
+        group="Scheduling",
+        choices=("fcfs", "priority"),
+    )
+    max_num_queued_reqs: int | None = option(
+        1024,
+        "requests that may wait before new ones get 429; none for no limit",
+        group="Scheduling",
+        minimum=1,
+        optional=True,
+    )
+    max_num_queued_tokens: int | None = option(
+        None,
+        "prompt tokens that may wait before new requests get 429",
+        kind="size",
+        group="Scheduling",
+        minimum=1,
+    )
+    max_logprobs: int = option(
+        20,
+        "most alternatives a request may ask for; -1 for no limit",
+        group="Scheduling",
+        minimum=-1,
+    )
+
+    attention_backend: str = option(
+        "auto",
+        "attention implementation; the choice and its reason are printed at start",
+        group="Execution",
+    )
+    kernels: str = option(
+        "auto",
+        "native (C++, built on first use) or reference (plain torch); auto takes what works",
+        group="Execution",
+        choices=("auto", "native", "reference"),
+    )
+    threads: int | None = option(
+        None,
+        "threads that compute; the physical cores if left out",
+        kind="int",
+        group="Execution",
+        minimum=1,
+        env=("OCTAVO_THREADS", "OMP_NUM_THREADS"),
+    )
+    enforce_eager: bool = option(
+        False, "no graphs; the CPU has none, so both values mean the same", group="Execution"
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "devices that share each layer; 1 in this build",
+        group="Execution",
+        only=(1,),
+        remedy=ONE_DEVICE,
+        env=("TENSOR_PARALLEL_SIZE",),
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "devices that share the layers in turn; 1 in this build",
+        group="Execution",
+        only=(1,),
+        remedy=ONE_DEVICE,
+    )
+    data_parallel_size: int = option(
+        1,
+        "copies of the engine in one server; 1 in this build",
+        group="Execution",
+        only=(1,),
+        remedy=ONE_DEVICE,
+    )
+    distributed_executor_backend: str | None = option(
+        None,
+        "how workers are started; uni in this build",
+        kind="str",
+        group="Execution",
+        only=("uni",),
+        remedy="the one worker lives in the engine's process; use uni or leave it out.",
+    )
+
+    enable_log_requests: bool = option(
+        False, "log each request's settings and length, never its text", group="Logging"
+    )
+    disable_log_stats: bool = option(
+        False, "do not log load and speed every ten seconds", group="Logging"
+    )
+
+    tokenizer_mode: str = absent("auto", "there is one tokenizer; use auto.")
+    runner: str = absent("auto", "models generate text only; use auto.")
+    convert: str = absent("auto", "models generate text only; use auto.")
+    skip_tokenizer_init: bool = absent(False, "the tokenizer is always loaded; leave it out.")
+    async_scheduling: bool | None = absent(
+        None, "planning and computing take turns on the CPU; leave it out.", kind="bool"
+    )
+    compilation_config: Any = absent(None, "nothing is compiled; leave it out.", kind="json")
+    optimization_level: int | None = absent(None, "nothing is compiled; leave it out.", kind="int")
+    performance_mode: str | None = absent(None, "there is one mode; leave it out.", kind="str")
+    cpu_offload_gb: float = absent(0.0, "weights are on the CPU already; leave it out.")
+    kv_offloading_size: float | None = absent(
+        None, "the KV cache is in main memory already; leave it out.", kind="float"
+    )
+    kv_transfer_config: Any = absent(
+        None, "prefill and decode run in one place; leave it out.", kind="json"
+    )
+    speculative_config: Any = absent(
+        None, "speculative decoding is not built yet; leave it out.", kind="json"
+    )
+    structured_outputs_config: Any = absent(
+        None, "structured outputs are not built yet; leave it out.", kind="json"
+    )
+    logits_processors: Any = absent(
+        None, "use logit_bias, bad_words or allowed_token_ids of a request.", kind="list"
+    )
+    enable_lora: bool = absent(False, "LoRA adapters are not built yet; leave it out.")
+    lora_modules: list[str] | None = absent(
+        None, "LoRA adapters are not built yet; leave it out.", kind="list"
+    )
+    enable_sleep_mode: bool = absent(False, "an engine cannot sleep yet; leave it out.")
+    limit_mm_per_prompt: Any = absent(None, "prompts are text only; leave it out.", kind="json")
+    enable_expert_parallel: bool = absent(False, ONE_DEVICE)
+    nnodes: int = absent(1, "more than one machine is not supported in this build; use 1.")
+    node_rank: int = absent(0, "more than one machine is not supported in this build; use 0.")
+
+    def __post_init__(self) -> None:
+        self.fill(os.environ)
+        self.dtype = DTYPE_WORDS.get(self.dtype, self.dtype)
+
+
+@dataclass
+class ServerArgs(Record):
+    """Options of the HTTP server."""
+
+    host: str | None = option(
+        None, "address to listen on; all interfaces if left out", kind="str", env=("OCTAVO_HOST",)
+    )
+    port: int = option(
+        8000,
+        "port to listen on; 0 takes a free one",
+        minimum=0,
+        maximum=65535,
+        env=("OCTAVO_PORT",),
+    )
+    uds: str | None = option(None, "Unix socket to listen on instead", kind="str")
+    root_path: str = option("", "path prefix that a proxy in front has removed")
+    api_key: list[str] = option(
+        [],
+        "key that clients must send; give it again for more keys",
+        secret=True,
+        env=("OCTAVO_API_KEY", "VLLM_API_KEY"),
+    )
+    allowed_origins: list[str] = option([], "origins that browsers may call from")
+    allowed_methods: list[str] = option(["*"], "methods that browsers may use")
+    allowed_headers: list[str] = option(["*"], "headers that browsers may send")
+    allow_credentials: bool = option(False, "let browsers send cookies")
+    ssl_keyfile: str | None = option(None, "private key, for HTTPS", kind="str")
+    ssl_certfile: str | None = option(None, "certificate, for HTTPS", kind="str")
+    served_model_name: list[str] = option(
+        [], "names that requests may use for the model; its path or id if left out"
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that running requests get to end after SIGTERM", minimum=0
+    )
+    timeout_keep_alive: int = option(
+        5,
+        "seconds that an idle connection is kept",
+        minimum=0,
+        env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",),
+    )
+    engine_ready_timeout: int = option(
+        600, "seconds that loading may take", minimum=1, env=("VLLM_ENGINE_READY_TIMEOUT_S",)
+    )
+    max_body_bytes: int = option(
+        16 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024
+    )
+
+    chat_template: str | None = option(
+        None, "chat template (file or text) instead of the model's", kind="str", group="Requests"
+    )
+    chat_template_content_format: str = option(
+        "auto",
+        "how message parts reach the template",
+        group="Requests",
+        choices=("auto", "string", "openai"),
+    )
+    default_chat_template_kwargs: dict[str, Any] = option(
+        {}, "JSON object of template arguments for every request", group="Requests"
+    )
+    trust_request_chat_template: bool = option(
+        False, "let a request bring its own chat template", group="Requests"
+    )
+    response_role: str = option("assistant", "role of answers", group="Requests")
+    strict_fields: bool = option(
+        True, "refuse unknown fields in requests with the nearest known name", group="Requests"
+    )
+    enable_prompt_tokens_details: bool = option(
+        False, "say in usage how many prompt tokens were cached", group="Requests"
+    )
+    enable_force_include_usage: bool = option(
+        False, "send usage at the end of every stream", group="Requests"
+    )
+    enable_request_id_headers: bool = option(
+        True,
+        "send X-Request-Id; always on",
+        group="Requests",
+        only=(True,),
+        remedy="request ids are always sent; leave it out.",
+    )
+    enable_auto_tool_choice: bool = option(
+        False,
+        "not in this build",
+        group="Requests",
+        only=(False,),
+        remedy="tool calls are not parsed yet; leave it out.",
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "not in this build",
+        kind="str",
+        group="Requests",
+        only=(),
+        remedy="tool calls are not parsed yet; leave it out.",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "not in this build",
+        kind="str",
+        group="Requests",
+        only=(),
+        remedy="reasoning is not parsed yet; leave it out.",
+    )
+
+    enable_server_load_tracking: bool = option(
+        False, "count requests in flight for the route /load", group="Logging"
+    )
+    metric_aliases: bool = option(
+        False, "also export old metric names, such as gpu_cache_usage_factor", group="Logging"
+    )
+    log_level: str = option(
+        "info",
+        "how much is logged",
+        group="Logging",
+        choices=("debug", "info", "warning", "error"),
+        env=("OCTAVO_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL"),
+    )
+    uvicorn_log_level: str = option(
+        "warning",
+        "how much the HTTP library logs",
+        group="Logging",
+        choices=("trace", "debug", "info", "warning", "error", "critical"),
+    )
+
+    enable_per_request_metrics: bool = absent(False, "not built yet; leave it out.")
+    enable_tokenizer_info_endpoint: bool = absent(False, "not built yet; leave it out.")
+    otlp_traces_endpoint: str | None = absent(
+        None, "traces are not exported yet; leave it out.", kind="str"
+    )
+    api_server_count: int = absent(1, "one process serves HTTP; use 1.")
+    headless: bool = absent(False, "more than one machine is not supported in this build.")
+    sse_keep_alive_interval: float = absent(0.0, "not built yet; leave it out.")
+    disable_access_log_for_endpoints: str | None = absent(
+        None, "there is no access log; leave it out.", kind="str"
+    )
+
+    def __post_init__(self) -> None:
+        self.fill(os.environ)
+        self.log_level = self.log_level.lower()
+
+
+AsyncEngineArgs = EngineArgs
+
+
+def read_file(path: str) -> dict[str, object]:
+    """The options in a YAML, TOML or JSON file, by field name. Raises ConfigError."""
+    known = [*options_of(EngineArgs), *options_of(ServerArgs)]
+    values: dict[str, object] = {}
+    for key, value in _load(Path(path)).items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: {unknown_name(name, known, name)}", name)
+        single = name in ("api_key", "served_model_name") and isinstance(value, str)
+        values[name] = [value] if single else value
+    return values
+
+
+def _load(path: Path) -> Mapping[object, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}.", "config") from None
+    try:
+        if path.suffix == ".toml":
+            loaded: object = tomllib.loads(text)
+        elif path.suffix == ".json":
+            loaded = json.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            loaded = _load_yaml(text, path)
+        else:
+            raise ConfigError(f"--config {path}: name it .yaml, .toml or .json.", "config")
+    except ValueError as error:  # both JSON's and TOML's errors are ValueErrors
+        raise ConfigError(f"--config {path} cannot be read: {error}.", "config") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path} must hold one mapping of options.", "config")
+    return loaded
+
+
+def _load_yaml(text: str, path: Path) -> object:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise ConfigError(
+            f"--config {path}: reading YAML needs the package PyYAML, which is not installed; "
+            "install it, or write the file as TOML or JSON.",
+            "config",
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}.", "config") from None
+
+
+def cache_dir(args: EngineArgs | None = None) -> Path:
+    """The folder of downloaded models and built kernels: flag, variable, then ~/.cache/octavo."""
+    chosen = (args or EngineArgs()).download_dir
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "octavo"
+
+
+def client_key() -> str | None:
+    """The API key that the bundled clients send, from OPENAI_API_KEY or OCTAVO_API_KEY."""
+    return os.environ.get("OPENAI_API_KEY") or os.environ.get("OCTAVO_API_KEY") or None

@@ -1,0 +1,139 @@
+"""Decides every "auto" that can be decided without touching the device.
+
+Two steps, because the worker alone can measure memory: `worker_config` before it starts, and
+`scheduler_config` from what it reports. Both are pure, and both refuse what cannot be honoured.
+Not for: reading options (`options.py`), sizing the cache (`worker/`).
+Next file: `launch.py`.
+"""
+
+from __future__ import annotations
+
+from octavo.config import Policy, SchedulerConfig, WorkerConfig
+from octavo.errors import ConfigError
+from octavo.options import EngineArgs
+from octavo.types import WorkerInfo
+
+DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_SEQUENCES = 128
+FIT_TO_MEMORY = -1
+
+
+def worker_config(
+    args: EngineArgs, model: str | None = None, *, model_max_len: int | None = None
+) -> WorkerConfig:
+    """Settings of the worker. `model` is the path that `args.model` stands for.
+
+    `model_max_len` is the longest context the checkpoint allows, if it is known by now.
+    Raises ConfigError.
+    """
+    args.check()
+    longest = _max_model_len(args, model_max_len)
+    tokens = _batched_tokens(args, longest or model_max_len)
+    return WorkerConfig(
+        model=model or args.model,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=_kv_cache_dtype(args),
+        block_size=args.block_size,
+        max_model_len=longest,
+        max_num_seqs=_sequences(args, tokens),
+        max_num_batched_tokens=tokens,
+        num_blocks=args.num_gpu_blocks_override,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        memory_fraction=args.gpu_memory_utilization,
+        attention_backend=args.attention_backend,
+        kernels=args.kernels,
+        threads=args.threads,
+        seed=args.seed,
+        hf_overrides=tuple(sorted(args.hf_overrides.items())),
+    )
+
+
+def scheduler_config(args: EngineArgs, info: WorkerInfo) -> SchedulerConfig:
+    """Settings of the engine room, after the worker has said what it has. Raises ConfigError."""
+    args.check()
+    tokens = _batched_tokens(args, info.max_model_len)
+    if not args.enable_chunked_prefill and tokens < info.max_model_len:
+        raise ConfigError(
+            f"{args.label('max_num_batched_tokens')}: without chunked prefill a step must hold a "
+            f"whole prompt of up to {info.max_model_len} tokens; raise it, lower --max-model-len, "
+            "or leave chunked prefill on.",
+            "max_num_batched_tokens",
+        )
+    if info.num_blocks * info.block_size < info.max_model_len:
+        raise ConfigError(
+            f"{info.num_blocks} KV pages of {info.block_size} tokens hold "
+            f"{info.num_blocks * info.block_size} tokens, fewer than one sequence of "
+            f"{info.max_model_len}; raise --kv-cache-memory-bytes or --num-gpu-blocks-override, "
+            "or set --max-model-len auto.",
+            "max_model_len",
+        )
+    policy: Policy = "priority" if args.scheduling_policy == "priority" else "fcfs"
+    return SchedulerConfig(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=_sequences(args, tokens),
+        max_num_batched_tokens=tokens,
+        prefix_caching=args.enable_prefix_caching,
+        chunked_prefill=args.enable_chunked_prefill,
+        policy=policy,
+    )
+
+
+def notes(args: EngineArgs, info: WorkerInfo) -> list[str]:
+    """One line for each choice that was made for the person, with its reason."""
+    lines = list(info.notes)
+    if args.max_num_batched_tokens is None:
+        lines.append(f"max_num_batched_tokens={_batched_tokens(args, info.max_model_len)}: default")
+    if args.max_model_len in ("auto", FIT_TO_MEMORY):
+        lines.append(f"max_model_len={info.max_model_len}: fitted to the KV cache")
+    return lines
+
+
+def _max_model_len(args: EngineArgs, model_max_len: int | None) -> int | None:
+    wanted = args.max_model_len
+    if wanted is None:
+        return None
+    if isinstance(wanted, str) or wanted == FIT_TO_MEMORY:
+        return FIT_TO_MEMORY
+    if wanted < 1:
+        raise ConfigError(f"{args.label('max_model_len')}: use a positive number or auto.")
+    if model_max_len is not None and wanted > model_max_len:
+        raise ConfigError(
+            f"{args.label('max_model_len')}: the model's own limit is {model_max_len} tokens; "
+            "lower it, or leave it out to take the model's.",
+            "max_model_len",
+        )
+    return wanted
+
+
+def _batched_tokens(args: EngineArgs, longest: int | None) -> int:
+    if args.max_num_batched_tokens is not None:
+        return args.max_num_batched_tokens
+    if args.enable_chunked_prefill:
+        return DEFAULT_BATCHED_TOKENS
+    if longest is None or longest < 1:
+        raise ConfigError(
+            "enable_chunked_prefill=False: a step must then hold a whole prompt; "
+            "set --max-num-batched-tokens or --max-model-len as well.",
+            "enable_chunked_prefill",
+        )
+    return max(DEFAULT_BATCHED_TOKENS, longest)
+
+
+def _sequences(args: EngineArgs, tokens: int) -> int:
+    """A running sequence takes at least one token of a step's budget."""
+    return args.max_num_seqs or min(DEFAULT_SEQUENCES, tokens)
+
+
+def _kv_cache_dtype(args: EngineArgs) -> str:
+    known = args.kv_cache_dtype
+    if known != "auto" and args.dtype not in ("auto", known):
+        raise ConfigError(
+            f"{args.label('kv_cache_dtype')}: the model runs in {args.dtype}, and keys and values "
+            "are kept in the model's format; use auto.",
+            "kv_cache_dtype",
+        )
+    return known

@@ -5,15 +5,16 @@ Not for: communication, which is in `collectives.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of the grid."""
+    """One direction of the grid. `group` is the ranks' process group, None for a rank alone."""
 
     rank: int = 0
     size: int = 1
+    group: object = field(default=None, compare=False, repr=False)
 
     def share(self, count: int) -> tuple[int, int]:
         """(start, size) of this rank's equal share of `count` things."""

@@ -1,0 +1,86 @@
+"""Every kernel in plain torch: the oracle for all other kernels, and the path of last resort.
+
+Written to be read and to be right: arithmetic in f32, one rounding to the activations' dtype at
+the end. Not for: speed. Next file: `cpu/`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from octavo.kernels.ops import Ops, PackedWeight
+
+
+def reference_ops(dtype: torch.dtype) -> Ops:
+    """The table for activations of `dtype`, on any device."""
+    from octavo.kernels.sample import sample
+
+    def pack(weight: Tensor) -> PackedWeight:
+        rows, columns = weight.shape
+        return PackedWeight(weight, rows, columns, dtype, "plain")
+
+    return Ops(
+        name="reference",
+        reason="plain torch, as asked",
+        pack=pack,
+        linear=linear,
+        embed=embed,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rope=rope,
+        silu_mul=silu_mul,
+        sample=sample,
+    )
+
+
+def linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """x [T, K], weight plain [N, K], bias [N] -> [T, N] in `out_dtype` or x's dtype."""
+    if out_dtype is None or out_dtype == x.dtype:
+        return functional.linear(x, weight.data, bias)
+    # A wider result must not be rounded to x's dtype on its way.
+    wide_bias = None if bias is None else bias.to(out_dtype)
+    return functional.linear(x.to(out_dtype), weight.data.to(out_dtype), wide_bias)
+
+
+def embed(ids: Tensor, weight: PackedWeight) -> Tensor:
+    """Ids i32[T] -> rows [T, K]."""
+    return weight.data.index_select(0, ids)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H], weight [H] -> x / sqrt(mean(x^2) + eps) * weight, over each row."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and residual [T, H] -> (norm of their sum, their sum)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, Q, D], k [T, K, D], positions i32[T], table f32[max_len, D] -> both rotated.
+
+    Dimension i is paired with i + D/2 (halves, not neighbours).
+    """
+    table = cos_sin.index_select(0, positions).unsqueeze(1)  # [T, 1, D]
+    cos, sin = table.chunk(2, dim=-1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * I], gate half then up half -> silu(gate) * up [T, I]."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(x.dtype)

@@ -1,0 +1,62 @@
+"""Attention: project, normalize heads if the model does, rotate, attend, project back.
+
+Storing keys and values and attending over pages is the backend's work (`attention/base.py`).
+Next file: `mlp.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from octavo.attention.base import AttentionNeed
+from octavo.forward import ForwardBatch
+from octavo.layers.build import Build
+from octavo.layers.linear import QKV, Row
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import Rope
+from octavo.models.spec import ModelSpec
+
+
+class Attention:
+    """Grouped-query attention of one decoder block.
+
+    `query_norm` and `key_norm` are None in models without head norms.
+    """
+
+    __slots__ = ("_backend", "_layer", "key_norm", "need", "output", "qkv", "query_norm", "rope")
+
+    def __init__(self, build: Build, spec: ModelSpec, rope: Rope, layer: int) -> None:
+        """`layer` is the block's index in the model, counted from 0."""
+        self._backend = build.attention
+        self._layer = layer
+        self.need = layer_need(build.need, spec, layer)
+        self.rope = rope
+        self.qkv = QKV(
+            build,
+            spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            bias=spec.qkv_bias,
+        )
+        self.query_norm = RMSNorm(build, spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+        self.key_norm = RMSNorm(build, spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+        self.output = Row(
+            build, spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias
+        )
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> [T, H]; stores the keys and values of all T tokens."""
+        q, k, v = self.qkv.split(self.qkv(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm.heads(q), self.key_norm.heads(k)
+        q, k = self.rope(q, k, batch.positions)
+        return self.output(self._backend.forward(q, k, v, self._layer, self.need, batch))
+
+
+def layer_need(need: AttentionNeed, spec: ModelSpec, layer: int) -> AttentionNeed:
+    """The need of one layer: the model's, without the window where this layer has none."""
+    windowed = spec.window_layers[layer] if spec.window_layers else True
+    return need if windowed else replace(need, window=0)

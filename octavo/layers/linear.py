@@ -1,0 +1,184 @@
+"""Linear layers: y = x W^T + b, cut over tensor-parallel ranks by their kind.
+
+    Replicated   every rank holds all of W
+    Column       a rank holds some output rows; its output is its share
+    Row          a rank holds some input columns; outputs are summed over the ranks
+    QKV          Column, three tensors fused: query, key and value heads
+    GateUp       Column, two tensors fused
+
+How the weight is stored and multiplied is the quant method's affair, and how a checkpoint tensor
+is cut is said in `param_specs`. Next file: `embedding.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.ops import PackedWeight
+from octavo.layers.build import Build
+from octavo.layers.parameters import Parameters
+from octavo.parallel.collectives import all_reduce
+from octavo.parallel.mesh import Axis
+from octavo.weights.spec import ParamSpec, Part
+
+
+class Linear:
+    """The base: this rank's rows (`parts`) and columns of one matrix, and its bias.
+
+    `packed` and `bias` exist after `finish`.
+    """
+
+    __slots__ = ("_parameters", "_quant", "bias", "in_features", "out_features", "packed", "parts")
+
+    packed: PackedWeight
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        build: Build,
+        parts: tuple[Part, ...],
+        in_features: int,
+        *,
+        bias: bool,
+        in_start: int = 0,
+        in_full: int | None = None,
+    ) -> None:
+        self.parts = parts
+        self.in_features = in_features
+        self.out_features = sum(part.size for part in parts)
+        self._quant = build.quant
+        full = in_features if in_full is None else in_full
+        specs = build.quant.params(in_features, parts, in_start, full)
+        if bias:
+            specs["bias"] = ParamSpec((self.out_features,), build.dtype, parts, out_dim=0)
+        self._parameters = Parameters(specs)
+
+    def param_specs(self) -> dict[str, ParamSpec]:
+        """The quant method's parameters, and "bias" if there is one."""
+        return self._parameters.specs
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes one parameter; see `Layer`."""
+        self._parameters.set(name, tensor)
+
+    def finish(self) -> None:
+        """Repacks the weight for the kernels."""
+        tensors = self._parameters.take()
+        self.bias = tensors.pop("bias", None)
+        self.packed = self._quant.finish(tensors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out], both this rank's share."""
+        return self._quant.apply(x, self.packed, self.bias)
+
+
+class Replicated(Linear):
+    """The whole matrix on every rank."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, build: Build, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
+        parts = (Part("", out_features, out_features, 0),)
+        super().__init__(build, parts, in_features, bias=bias)
+
+
+class Column(Linear):
+    """Output rows divided evenly over the ranks."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, build: Build, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
+        parts = (even_part("", out_features, build.mesh.tp),)
+        super().__init__(build, parts, in_features, bias=bias)
+
+
+class Row(Linear):
+    """Input columns divided evenly over the ranks; the partial outputs are summed."""
+
+    __slots__ = ("_axis",)
+
+    def __init__(
+        self, build: Build, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
+        self._axis = build.mesh.tp
+        start, size = self._axis.share(in_features)
+        parts = (Part("", out_features, out_features, 0),)
+        super().__init__(build, parts, size, bias=bias, in_start=start, in_full=in_features)
+
+    def finish(self) -> None:
+        """Repacks; only rank 0 keeps the bias, or the sum would hold it once for each rank."""
+        super().finish()
+        if self._axis.rank != 0:
+            self.bias = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in], this rank's share -> [T, out], the whole sum."""
+        return all_reduce(super().__call__(x), self._axis)
+
+
+class QKV(Linear):
+    """Query, key and value projections in one matrix, divided by heads.
+
+    With fewer key/value heads than ranks, neighbouring ranks hold copies of the same head.
+    """
+
+    __slots__ = ("head_dim", "num_heads", "num_kv_heads")
+
+    def __init__(
+        self,
+        build: Build,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+    ) -> None:
+        """`num_heads` and `num_kv_heads` are the whole model's; the attributes are the rank's."""
+        axis = build.mesh.tp
+        start, self.num_heads = axis.share(num_heads)
+        kv_start, self.num_kv_heads = share_kv_heads(num_kv_heads, axis)
+        self.head_dim = head_dim
+        query = Part("q", self.num_heads * head_dim, num_heads * head_dim, start * head_dim)
+        rows = (self.num_kv_heads * head_dim, num_kv_heads * head_dim, kv_start * head_dim)
+        parts = (query, Part("k", *rows), Part("v", *rows))
+        super().__init__(build, parts, hidden_size, bias=bias)
+
+    def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [T, (Q + 2K) * D] -> q [T, Q, D], k and v [T, K, D], contiguous copies."""
+        heads = fused.view(fused.shape[0], -1, self.head_dim)
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = torch.split(heads, sizes, dim=1)
+        return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+class GateUp(Linear):
+    """The two input projections of a gated MLP in one matrix: gate rows, then up rows."""
+
+    __slots__ = ()
+
+    def __init__(self, build: Build, hidden_size: int, intermediate_size: int, *, bias: bool):
+        axis = build.mesh.tp
+        gate = even_part("gate", intermediate_size, axis)
+        up = even_part("up", intermediate_size, axis)
+        super().__init__(build, (gate, up), hidden_size, bias=bias)
+
+
+def even_part(name: str, full: int, axis: Axis) -> Part:
+    """This rank's even share of `full` rows."""
+    start, size = axis.share(full)
+    return Part(name, size, full, start)
+
+
+def share_kv_heads(num_kv_heads: int, axis: Axis) -> tuple[int, int]:
+    """(first, count) of this rank's key/value heads; a head is copied if ranks outnumber heads."""
+    if axis.size <= num_kv_heads:
+        return axis.share(num_kv_heads)
+    if axis.size % num_kv_heads:
+        raise ValueError(f"{axis.size} ranks cannot share {num_kv_heads} key/value heads evenly")
+    return axis.rank // (axis.size // num_kv_heads), 1

@@ -1,0 +1,121 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864) as one table of cosines and sines.
+
+The table is made once for all positions that the model may see; layers only look rows up. Ways
+to stretch a model beyond its trained length change the frequencies, and here alone:
+
+    default   frequencies theta^(-2i/d)
+    linear    all divided by the factor (position interpolation, Chen et al. 2023,
+              arXiv:2306.15595)
+    dynamic   a larger theta once the table is longer than the trained length ("NTK-aware")
+    llama3    long waves divided, short ones kept, a ramp between (Llama 3.1)
+    yarn      the same idea with another ramp, and a gain on the attention (Peng et al. 2023,
+              arXiv:2309.00071)
+
+Next file: `attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.ops import Ops
+from octavo.layers.build import Build
+from octavo.models.spec import RopeSpec
+
+
+class Rope:
+    """Rotates queries and keys. `cos_sin` f32[max_len, D] holds the cos half, then the sin half."""
+
+    __slots__ = ("_ops", "cos_sin")
+
+    _ops: Ops
+
+    def __init__(self, build: Build, spec: RopeSpec, max_len: int) -> None:
+        self._ops = build.ops
+        self.cos_sin = rope_table(spec, max_len).to(build.device)
+
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, Q, D], k [T, K, D], positions i32[T] -> both rotated."""
+        return self._ops.rope(q, k, positions, self.cos_sin)
+
+
+def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
+    """f32[max_len, dim]: cos(p * f) for the dim/2 frequencies f, then sin(p * f).
+
+    Frequencies are f32, as in the training code of these models; the angles need no more, since
+    f32 holds every position exactly. `dynamic` depends on `max_len`: it is right for sequences of
+    that length, and equal to `default` up to the trained length.
+    """
+    frequencies = rope_frequencies(spec, max_len)
+    positions = torch.arange(max_len, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    gain = attention_gain(spec)
+    return torch.cat((angles.cos() * gain, angles.sin() * gain), dim=1)
+
+
+def rope_frequencies(spec: RopeSpec, max_len: int) -> Tensor:
+    """f32[dim / 2], radians a position, falling."""
+    match spec.kind:
+        case "default":
+            return _plain(spec.theta, spec.dim)
+        case "linear":
+            return _plain(spec.theta, spec.dim) / spec.factor
+        case "dynamic":
+            return _plain(_dynamic_theta(spec, max_len), spec.dim)
+        case "llama3":
+            return _llama3(spec)
+        case "yarn":
+            return _yarn(spec)
+
+
+def attention_gain(spec: RopeSpec) -> float:
+    """What cos and sin are multiplied by: 1, but for yarn."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    return yarn_gain(spec.factor)
+
+
+def yarn_gain(factor: float, weight: float = 1.0) -> float:
+    """Yarn's recommended gain for a stretch by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return 1.0 / theta**exponents
+
+
+def _dynamic_theta(spec: RopeSpec, max_len: int) -> float:
+    """The base that makes the longest wave span `max_len` instead of the trained length."""
+    length = max(max_len, spec.original_max_len)
+    stretch = spec.factor * length / spec.original_max_len - (spec.factor - 1)
+    return spec.theta * math.pow(stretch, spec.dim / (spec.dim - 2))
+
+
+def _llama3(spec: RopeSpec) -> Tensor:
+    """Blend by how often a wave fits into the trained length: few turns, divide; many, keep."""
+    frequencies = _plain(spec.theta, spec.dim)
+    turns = spec.original_max_len * frequencies / (2 * math.pi)
+    span = spec.high_freq_factor - spec.low_freq_factor
+    keep = ((turns - spec.low_freq_factor) / span).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / spec.factor)
+
+
+def _yarn(spec: RopeSpec) -> Tensor:
+    """Blend by index: a ramp between the pairs that turn `beta_fast` and `beta_slow` times."""
+    frequencies = _plain(spec.theta, spec.dim)
+
+    def pair_turning(turns: float) -> float:
+        wave = spec.original_max_len / (turns * 2 * math.pi)
+        return spec.dim * math.log(wave) / (2 * math.log(spec.theta))
+
+    low = max(math.floor(pair_turning(spec.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(spec.beta_slow)), spec.dim - 1)
+    width = max(high - low, 0.001)  # a step instead of a ramp, without dividing by zero
+    divide = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies * (1 - divide + divide / spec.factor)

@@ -1,0 +1,126 @@
+"""The decoder: embedding, blocks, norm, head. One class for all families of this shape.
+
+A family is data (`ModelSpec` and a name map, see `registry.py`); what it switches on is built
+here from the layers. Not for: sampling, paging, or batching, which come in as a ForwardBatch.
+Next file: `layers/attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.forward import ForwardBatch
+from octavo.layers.attention import Attention
+from octavo.layers.build import Build
+from octavo.layers.embedding import Head, VocabEmbedding
+from octavo.layers.mlp import MLP
+from octavo.layers.norm import RMSNorm
+from octavo.layers.parameters import Layer
+from octavo.layers.rope import Rope
+from octavo.models.spec import ModelSpec
+
+
+class Block:
+    """One decoder block: attention and MLP, each with its norm before it and a residual around."""
+
+    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
+
+    def __init__(self, spec: ModelSpec, build: Build, rope: Rope, layer: int) -> None:
+        self.attention_norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
+        self.attention = Attention(build, spec, rope, layer)
+        self.mlp_norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
+        self.mlp = MLP(build, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+
+    def __call__(
+        self, change: Tensor | None, residual: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and gives (change, residual), both [T, H]: their sum is the hidden state.
+
+        The sum is left to the next norm, which adds and normalizes in one pass. The first block
+        has no change to add.
+        """
+        if change is None:
+            normed = self.attention_norm(residual)
+        else:
+            normed, residual = self.attention_norm.add(change, residual)
+        change = self.attention(normed, batch)
+        normed, residual = self.mlp_norm.add(change, residual)
+        return self.mlp(normed), residual
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Layers with parameters, in the order of use."""
+        yield "attention_norm", self.attention_norm
+        yield "attention.qkv", self.attention.qkv
+        if self.attention.query_norm is not None and self.attention.key_norm is not None:
+            yield "attention.query_norm", self.attention.query_norm
+            yield "attention.key_norm", self.attention.key_norm
+        yield "attention.output", self.attention.output
+        yield "mlp_norm", self.mlp_norm
+        yield "mlp.gate_up", self.mlp.gate_up
+        yield "mlp.down", self.mlp.down
+
+
+class Decoder:
+    """A decoder-only language model over paged keys and values.
+
+    After construction its layers have no weights: fill them by `named_layers` (`models/load.py`
+    does) and call `finish`.
+    """
+
+    __slots__ = ("blocks", "embedding", "head", "norm", "rope", "spec")
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        if build.mesh.pp.size != 1:
+            raise ConfigError(
+                f"pipeline parallelism over {build.mesh.pp.size} stages is not supported; use 1",
+                "pipeline_parallel_size",
+            )
+        self.spec = spec
+        self.rope = Rope(build, spec.rope, spec.max_model_len)
+        self.embedding = VocabEmbedding(build, spec.vocab_size, spec.hidden_size)
+        self.blocks = tuple(
+            Block(spec, build, self.rope, layer) for layer in range(spec.num_layers)
+        )
+        self.norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
+        self.head = Head(
+            build,
+            spec.vocab_size,
+            spec.hidden_size,
+            tied=self.embedding if spec.tied else None,
+        )
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Every layer that may have parameters, by dotted name; the embedding before the head."""
+        yield "embedding", self.embedding
+        for index, block in enumerate(self.blocks):
+            for name, layer in block.named_layers():
+                yield f"blocks.{index}.{name}", layer
+        yield "norm", self.norm
+        yield "head", self.head
+
+    def finish(self) -> None:
+        """Makes every layer ready after its parameters are set."""
+        for _, layer in self.named_layers():
+            layer.finish()
+
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
+        """Ids i32[T] -> final hidden states [T, H], normalized. Stores KV of all tokens."""
+        change: Tensor | None = None
+        residual = self.embedding(input_ids)
+        for block in self.blocks:
+            change, residual = block(change, residual, batch)
+        if change is None:
+            return self.norm(residual)
+        return self.norm.add(change, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of `hidden` [S, H] -> f32[S, V]."""
+        return self.head(hidden)
+
+    def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
+        """Ids i32[T] -> logits f32[S, V] of `batch.sample_rows`."""
+        hidden = self.hidden(input_ids, batch)
+        return self.logits(hidden.index_select(0, batch.sample_rows))

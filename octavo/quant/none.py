@@ -1,0 +1,48 @@
+"""Unquantized: weights in the dtype of the activations, multiplied as they are.
+
+The model for other methods of this folder: read it first when adding one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.ops import Ops, PackedWeight
+from octavo.weights.spec import ParamSpec, Part
+
+
+class Unquantized:
+    """A QuantMethod with one parameter, "weight" [rows, columns]."""
+
+    __slots__ = ("_dtype", "_ops")
+
+    name = "none"
+
+    def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
+        self._ops = ops
+        self._dtype = dtype
+
+    def params(
+        self, in_features: int, parts: tuple[Part, ...], in_start: int, in_full: int
+    ) -> dict[str, ParamSpec]:
+        """One matrix, cut in either dimension."""
+        rows = sum(part.size for part in parts)
+        spec = ParamSpec(
+            (rows, in_features),
+            self._dtype,
+            parts,
+            out_dim=0,
+            in_dim=1,
+            in_start=in_start,
+            in_full=in_full,
+        )
+        return {"weight": spec}
+
+    def finish(self, params: dict[str, Tensor]) -> PackedWeight:
+        """Hands the matrix to the kernels' own packing."""
+        return self._ops.pack(params["weight"])
+
+    def apply(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        return self._ops.linear(x, weight, bias, None)

@@ -234,16 +234,17 @@ class Record:
             return f"{name}: {value} (in {source.removeprefix('file ')})"
         return f"{name}={value!r}"
 
-    def effective(self) -> list[tuple[str, object, str]]:
+    def effective(self) -> list[tuple[str, str, str]]:
         """(name, value, source) of every option that means something in this build."""
-        rows: list[tuple[str, object, str]] = []
+        rows: list[tuple[str, str, str]] = []
         for name, details in options_of(type(self)).items():
             if details.hidden:
                 continue
             value = self.__dict__[name]
+            shown = value if isinstance(value, str) else json.dumps(value)
             if details.secret and value:
-                value = "(set)"
-            rows.append((name, value, self.sources.get(name, "default")))
+                shown = "(set)"
+            rows.append((name, shown, self.sources.get(name, "default")))
         return rows
 
 

@@ -1,12 +1,15 @@
 """Decides every "auto" that can be decided without touching the device.
 
-Two steps, because the worker alone can measure memory: `worker_config` before it starts, and
-`scheduler_config` from what it reports. Both are pure, and both refuse what cannot be honoured.
+Two steps, because the worker alone can measure memory: `worker_config` and `planned_scheduler`
+before it starts, `scheduler_config` from what it reports. All are pure and refuse what cannot be
+honoured.
 Not for: reading options (`options.py`), sizing the cache (`worker/`).
 Next file: `launch.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from octavo.config import Policy, SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError
@@ -50,9 +53,34 @@ def worker_config(
     )
 
 
-def scheduler_config(args: EngineArgs, info: WorkerInfo) -> SchedulerConfig:
-    """Settings of the engine room, after the worker has said what it has. Raises ConfigError."""
-    args.check()
+def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig:
+    """Settings of the engine room; the sizes that the worker will find are zero."""
+    policy: Policy = "priority" if args.scheduling_policy == "priority" else "fcfs"
+    return SchedulerConfig(
+        num_blocks=0,
+        block_size=0,
+        max_model_len=0,
+        max_num_seqs=worker.max_num_seqs,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+        prefix_caching=args.enable_prefix_caching,
+        chunked_prefill=args.enable_chunked_prefill,
+        policy=policy,
+    )
+
+
+def scheduler_config(args: EngineArgs, worker: WorkerConfig, info: WorkerInfo) -> SchedulerConfig:
+    """The same with the sizes that the worker found. Raises ConfigError if they do not serve."""
+    check_fit(args, info)
+    return replace(
+        planned_scheduler(args, worker),
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+    )
+
+
+def check_fit(args: EngineArgs, info: WorkerInfo) -> None:
+    """Raises ConfigError if what the worker found cannot serve one longest sequence."""
     tokens = _batched_tokens(args, info.max_model_len)
     if not args.enable_chunked_prefill and tokens < info.max_model_len:
         raise ConfigError(
@@ -69,17 +97,6 @@ def scheduler_config(args: EngineArgs, info: WorkerInfo) -> SchedulerConfig:
             "or set --max-model-len auto.",
             "max_model_len",
         )
-    policy: Policy = "priority" if args.scheduling_policy == "priority" else "fcfs"
-    return SchedulerConfig(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        max_num_seqs=_sequences(args, tokens),
-        max_num_batched_tokens=tokens,
-        prefix_caching=args.enable_prefix_caching,
-        chunked_prefill=args.enable_chunked_prefill,
-        policy=policy,
-    )
 
 
 def notes(args: EngineArgs, info: WorkerInfo) -> list[str]:

@@ -1,0 +1,1 @@
+"""Module paths that other engines made known; each calls the command line."""

@@ -1,0 +1,1 @@
+"""The command `octavo`: one module a subcommand, imported when it is called."""

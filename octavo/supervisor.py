@@ -91,6 +91,13 @@ class Supervisor:
                 await process.wait()
         self._forget()
 
+    def kill(self) -> None:
+        """Ends the core's process at once, without waiting; for callers that cannot wait."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._forget()
+
     def _forget(self) -> None:
         if self._client is not None:
             self._client.fail(EngineDead("the engine has been stopped"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from octavo.engine.client import EngineClient
+from octavo.engine.client import EngineClient, Subscription
 from octavo.errors import Draining, EngineDead, Overloaded
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
@@ -131,6 +131,7 @@ class TextEngine:
         self._draining = False
         self._idle = asyncio.Event()
         self._open = 0  # sequences between admission and their end
+        self._by_request: dict[str, Subscription] = {}  # by the caller's id, the latest
         # Without a seed of the server's own, two servers must not answer alike.
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
 
@@ -189,6 +190,7 @@ class TextEngine:
         client = self._source.client
         try:
             stream = client.submit(requests)
+            self._by_request[request_id] = stream
             while choices:
                 for output in await stream.news():
                     choice = choices.get(output.id)
@@ -209,8 +211,18 @@ class TextEngine:
             raise
         finally:
             client.abort(list(choices))
+            self._by_request.pop(request_id, None)
             for choice in choices.values():
                 self._leave(choice, "abort")
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request by its caller's id; its choices finish with `abort`."""
+        stream = self._by_request.get(request_id)
+        if stream is None:
+            return
+        for sequence in stream.ids:
+            stream.push(SequenceOutput(sequence, [], reason="abort"))
+        self._source.client.abort(stream.ids)
 
     async def control(self, op: str, **args: str) -> dict[str, str]:
         """An operation on the whole engine, such as `reset_prefix_cache`."""
@@ -224,7 +236,7 @@ class TextEngine:
         self._idle.clear()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             cut = self._open
             self._source.client.fail(EngineDead("the server is shutting down"))
             return cut
@@ -321,7 +333,11 @@ class TextEngine:
             return
         if not times.first_token:
             times.first_token = now
-            self.metrics.first_token(now - times.arrival)
+            self.metrics.first_token(
+                now - times.arrival,
+                prompt_tokens=times.prompt_tokens,
+                cached_tokens=times.cached_tokens,
+            )
         else:
             self.metrics.token_gap(now - choice.last_news, len(output.new_ids))
         times.last_token = choice.last_news = now

@@ -39,5 +39,3 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 def encode(message: ToCore | FromCore) -> bytes:
     """One record as bytes."""
     return msgspec.msgpack.encode(message)
-
-

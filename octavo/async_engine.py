@@ -1,0 +1,178 @@
+"""AsyncLLMEngine: the engine for asyncio programs, under the names that programs already use.
+
+The core runs in a process of its own, so that computing never holds up the caller's event loop.
+Not for: HTTP (`server/`) or scripts that just want answers (`llm.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+
+from octavo.collect import OutputCollector
+from octavo.errors import EngineDead, InvalidRequest
+from octavo.frontend import Frontend
+from octavo.obs.metrics import Metrics
+from octavo.options import EngineArgs
+from octavo.outputs import RequestOutput
+from octavo.prompts import PromptType, check_length, encode_prompt
+from octavo.sampling_params import SamplingParams
+from octavo.supervisor import Supervisor
+from octavo.text.tokenizer import Tokenizer
+from octavo.text_engine import Admission, TextEngine
+
+UNLIMITED = 2**31
+
+
+class AsyncLLMEngine:
+    """One engine; make it with `from_engine_args`, use it within one event loop."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._args = args
+        self._frontend = Frontend.open(args)
+        self._supervisor: Supervisor | None = None
+        self._engine: TextEngine | None = None
+        self._starting = asyncio.Lock()
+        self._stopped = False
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, start_engine_loop: bool = True, **later: object
+    ) -> AsyncLLMEngine:
+        """Opens the model; its process starts with the first request, or with `start`."""
+        return cls(engine_args)
+
+    @property
+    def is_running(self) -> bool:
+        """True between the first request and the end."""
+        return self._supervisor is not None and not self._stopped and not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after `shutdown`."""
+        return self._stopped
+
+    @property
+    def errored(self) -> bool:
+        """True if the engine has died and was not restarted."""
+        return self._supervisor is not None and self._supervisor.failure.done()
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Why the engine died."""
+        if self._supervisor is not None and self._supervisor.failure.done():
+            return self._supervisor.failure.result()
+        return EngineDead("the engine is not dead")
+
+    async def start(self) -> TextEngine:
+        """Starts the engine's process once, and waits until it takes requests."""
+        async with self._starting:
+            if self._stopped:
+                raise EngineDead("the engine has been shut down")
+            if self._engine is None:
+                self._engine = await self._launch()
+        return self._engine
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as `sampling_params.output_kind` says; the last is `finished`.
+
+        Closing the generator aborts the request.
+        """
+        if lora_request is not None:
+            raise InvalidRequest("lora_request: LoRA adapters are not built in.", "lora_request")
+        arrival = time.monotonic()
+        engine = await self.start()
+        encoded = encode_prompt(prompt, self._frontend.tokenizer)
+        limits = engine.limits
+        sampling_params.check_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
+        check_length(len(encoded.ids), limits.max_model_len, None)
+        collector = OutputCollector(request_id, encoded.text, encoded.ids, sampling_params)
+        deltas = engine.generate(
+            encoded.ids,
+            sampling_params,
+            request_id=request_id,
+            arrival=arrival,
+            priority=priority,
+        )
+        async for delta in deltas:
+            output = collector.add(delta)
+            if output is not None:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Ends requests by the ids that `generate` got; their generators end with `abort`."""
+        engine = await self.start()
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            engine.abort(one)
+
+    async def check_health(self) -> None:
+        """Raises EngineDead if the engine cannot answer."""
+        engine = await self.start()
+        if not engine.health.alive:
+            raise self.dead_error
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._frontend.tokenizer
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False if some are in use."""
+        result = await (await self.start()).control("reset_prefix_cache")
+        return result.get("reset") == "true"
+
+    def get_num_unfinished_requests(self) -> int:
+        """Sequences that run or wait."""
+        return 0 if self._engine is None else self._engine.num_open
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Waits until nothing runs; raises TimeoutError after `drain_timeout` seconds."""
+        deadline = time.monotonic() + drain_timeout
+        while self.get_num_unfinished_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"requests are still running after {drain_timeout} s")
+            await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        """Ends the engine's process and waits for its end."""
+        self._stopped = True
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the engine's process without waiting for it."""
+        self._stopped = True
+        if self._supervisor is not None:
+            self._supervisor.kill()
+
+    async def _launch(self) -> TextEngine:
+        metrics = Metrics(
+            self._args.model,
+            max_model_len=int(self._frontend.checkpoint.config.get("max_position_embeddings", 1)),
+        )
+        self._supervisor = Supervisor(self._frontend.worker, self._frontend.scheduler, metrics.step)
+        await self._supervisor.start()
+        try:
+            await self._supervisor.ready()
+        except BaseException:
+            await self._supervisor.stop()
+            raise
+        return TextEngine(
+            self._supervisor,
+            tokenizer=self._frontend.tokenizer,
+            chat_template=self._frontend.chat_template,
+            model_names=(self._args.model,),
+            max_logprobs=self._args.max_logprobs,
+            admission=Admission(self._frontend.scheduler.max_num_seqs, UNLIMITED),
+            metrics=metrics,
+            generation_defaults=self._frontend.sampling_defaults,
+            settings=[(n, str(v), s) for n, v, s in self._args.effective()],
+        )

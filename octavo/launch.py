@@ -1,0 +1,187 @@
+"""`octavo serve`: builds every process of a server, wires them, watches them, ends them.
+
+The only module, with the command line, that knows all rooms. Order of a start: options and files
+are checked, the core's process is started (it takes longest), then tokenizer and routes are made
+and the port is opened while the model still loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+from octavo.errors import OctavoError
+from octavo.frontend import Frontend
+from octavo.obs.metrics import Metrics
+from octavo.options import EngineArgs, ServerArgs
+from octavo.supervisor import Supervisor
+from octavo.text_engine import Admission, TextEngine
+from octavo.types import WorkerInfo
+
+QUEUED_PER_RUNNING = 8  # default bound of the queue, as a multiple of what can run
+
+logger = logging.getLogger("octavo.launch")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a start is told, and when it began."""
+
+    engine: EngineArgs
+    server: ServerArgs
+    began: float
+
+
+def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
+    """Serves until SIGTERM or Ctrl-C; 0 after a clean end, 1 if it could not start or go on."""
+    launch = Launch(engine_args, server_args, time.monotonic())
+    try:
+        server_args.check()
+        frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
+        return asyncio.run(_serve(launch, frontend))
+    except OctavoError as error:
+        print(f"octavo: {error.message}", file=sys.stderr)
+        return 1
+
+
+async def _serve(launch: Launch, frontend: Frontend) -> int:
+    from octavo.server.app import create_app
+    from octavo.server.run import serve as serve_http
+
+    metrics = _metrics(launch, frontend)
+    supervisor = Supervisor(frontend.worker, frontend.scheduler, metrics.step)
+    await supervisor.start()
+    try:
+        engine = _text_engine(launch, frontend, supervisor, metrics)
+        app = create_app(engine, launch.server)
+        stop = _stop_event()
+        http = asyncio.create_task(serve_http(app, launch.server, stop=stop))
+        ready = asyncio.create_task(_announce(launch, supervisor, metrics))
+        return await _until_end(launch, engine, supervisor, http, ready, stop)
+    finally:
+        await supervisor.stop()
+
+
+async def _until_end(
+    launch: Launch,
+    engine: TextEngine,
+    supervisor: Supervisor,
+    http: asyncio.Task[None],
+    ready: asyncio.Task[None],
+    stop: asyncio.Event,
+) -> int:
+    """Waits for a signal or a failure, whichever comes first, then drains and closes."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait(
+            {stopping, http, supervisor.failure}, return_when=asyncio.FIRST_COMPLETED
+        )
+        if http.done():
+            await http  # raises what kept the port from opening
+        if supervisor.failure.done():
+            await asyncio.sleep(0.5)  # open streams get their error event first
+            raise supervisor.failure.result()
+        logger.info("event=draining open=%d", engine.num_open)
+        cut = await engine.drain(launch.server.shutdown_timeout)
+        logger.info("event=drained cut=%d", cut)
+        await asyncio.sleep(0.1)  # last events leave before the sockets close
+        return 0
+    finally:
+        stop.set()
+        ready.cancel()
+        stopping.cancel()
+        with contextlib.suppress(OctavoError):
+            await http
+
+
+def _stop_event() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) -> None:
+    """Says what was chosen and what the start took, once the model is there."""
+    try:
+        info = await supervisor.ready()
+    except OctavoError:
+        return  # the failure is dealt with where it is awaited
+    metrics.set_cache_config(_cache_config(info, launch.engine))
+    for note in info.notes:
+        logger.info("event=choice %s", note)
+    for phase, seconds in info.timings:
+        logger.info("event=started phase=%s seconds=%.2f", phase, seconds)
+    logger.info(
+        "event=ready model=%s device=%s dtype=%s kv_blocks=%d block_size=%d max_model_len=%d "
+        "seconds=%.2f",
+        launch.engine.model,
+        info.device,
+        info.dtype,
+        info.num_blocks,
+        info.block_size,
+        info.max_model_len,
+        time.monotonic() - launch.began,
+    )
+
+
+def _cache_config(info: WorkerInfo, args: EngineArgs) -> dict[str, str]:
+    return {
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "cache_dtype": args.kv_cache_dtype,
+        "enable_prefix_caching": str(args.enable_prefix_caching),
+        "gpu_memory_utilization": str(args.gpu_memory_utilization),
+        "kv_cache_memory_bytes": str(info.kv_bytes),
+    }
+
+
+def _names(launch: Launch) -> tuple[str, ...]:
+    return tuple(launch.server.served_model_name) or (launch.engine.model,)
+
+
+def _metrics(launch: Launch, frontend: Frontend) -> Metrics:
+    longest = frontend.worker.max_model_len or 0
+    if longest < 1:
+        longest = int(frontend.checkpoint.config.get("max_position_embeddings", 2048))
+    return Metrics(
+        _names(launch)[0],
+        max_model_len=longest,
+        aliases=frozenset(launch.server.metric_aliases),
+    )
+
+
+def _text_engine(
+    launch: Launch, frontend: Frontend, supervisor: Supervisor, metrics: Metrics
+) -> TextEngine:
+    args = launch.engine
+    running = frontend.scheduler.max_num_seqs
+    seeded = "seed" in args.sources
+    return TextEngine(
+        supervisor,
+        tokenizer=frontend.tokenizer,
+        chat_template=frontend.chat_template,
+        model_names=_names(launch),
+        max_logprobs=args.max_logprobs,
+        admission=Admission(
+            running,
+            QUEUED_PER_RUNNING * running
+            if args.max_num_queued_reqs is None
+            else args.max_num_queued_reqs,
+            args.max_num_queued_tokens,
+        ),
+        metrics=metrics,
+        generation_defaults=frontend.sampling_defaults,
+        settings=[
+            (name, str(value), source)
+            for record in (args, launch.server)
+            for name, value, source in record.effective()
+        ],
+        seed=args.seed if seeded else None,
+    )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.kernels.ops import Ops
 from octavo.layers.build import Build
-from octavo.models.spec import RopeSpec
+from octavo.models.spec import RopeSpec, yarn_gain
 
 
 class Rope:
@@ -78,11 +78,6 @@ def attention_gain(spec: RopeSpec) -> float:
     if spec.attention_factor is not None:
         return spec.attention_factor
     return yarn_gain(spec.factor)
-
-
-def yarn_gain(factor: float, weight: float = 1.0) -> float:
-    """Yarn's recommended gain for a stretch by `factor`."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _plain(theta: float, dim: int) -> Tensor:

@@ -6,6 +6,7 @@ Next file: `models/decoder.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -25,7 +26,12 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # None is yarn's default, `yarn_gain(factor)`
+
+
+def yarn_gain(factor: float, weight: float = 1.0) -> float:
+    """Yarn's recommended gain on cos and sin for a stretch by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

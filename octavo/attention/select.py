@@ -1,0 +1,74 @@
+"""Which attention backend serves a model on this device, and why the others do not.
+
+Candidates are tried in order; each that cannot leaves its reason in the notes, which are printed
+at start. A backend asked for by name is taken or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.attention.base import AttentionBackend, AttentionNeed
+from octavo.errors import ConfigError, OctavoError
+
+OPTION = "attention_backend"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A backend by name; `load` imports and makes it, and may raise ImportError or OctavoError."""
+
+    name: str
+    load: Callable[[], AttentionBackend]
+
+
+def load_native() -> AttentionBackend:
+    """The compiled backend of the CPU."""
+    from octavo.attention.native import NativeAttention
+
+    return NativeAttention()
+
+
+def load_sdpa() -> AttentionBackend:
+    """The backend in plain torch."""
+    from octavo.attention.sdpa import SdpaAttention
+
+    return SdpaAttention()
+
+
+CANDIDATES = (Candidate("native", load_native), Candidate("sdpa", load_sdpa))
+
+
+def select(
+    need: AttentionNeed, want: str = "auto", candidates: tuple[Candidate, ...] = CANDIDATES
+) -> tuple[AttentionBackend, tuple[str, ...]]:
+    """(the first backend that can, a line for each decision); `want` "auto" or a name.
+
+    Raises ConfigError if the one that is wanted is unknown or cannot, or if none can.
+    """
+    known = [candidate.name for candidate in candidates]
+    if want not in ("auto", *known):
+        raise ConfigError(
+            f"attention backend {want!r} is not known; use auto, {', '.join(known)}", OPTION
+        )
+    refusals: list[str] = []
+    for candidate in candidates:
+        if want not in ("auto", candidate.name):
+            continue
+        backend, reason = _try(candidate, need)
+        if backend is not None:
+            chosen = "as asked" if want != "auto" else "the first that can"
+            return backend, (*refusals, f"attention: {candidate.name}, {chosen}")
+        refusals.append(f"attention: not {candidate.name}: {reason}")
+    raise ConfigError("; ".join(refusals) + "; use --attention-backend auto", OPTION)
+
+
+def _try(candidate: Candidate, need: AttentionNeed) -> tuple[AttentionBackend | None, str]:
+    """(backend, "") or (None, why not)."""
+    try:
+        backend = candidate.load()
+    except (ImportError, OctavoError) as error:
+        return None, str(error)
+    reason = backend.supports(need)
+    return (None, reason) if reason else (backend, "")

@@ -1,0 +1,73 @@
+"""Families: from an architecture's name to how its config and its tensors are read.
+
+To add a family, write one file with a `spec_of` (see `llama.py`) and add a line to FAMILIES.
+Imports no torch. Next file: `llama.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from octavo.errors import ConfigError
+from octavo.models import llama, mistral, qwen
+from octavo.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture is read."""
+
+    spec_of: Callable[[Mapping[str, object]], ModelSpec]
+    # (dotted name of ours with the parameter, part) -> name in the checkpoint
+    names: Callable[[str, str], str]
+    # patterns of whole names: tensors that old files carry though they can be computed
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    # ... and the copy of a tied head
+    ignored_if_tied: tuple[str, ...] = (r"lm_head\.weight",)
+
+    def ignored_names(self, spec: ModelSpec) -> tuple[str, ...]:
+        """Patterns of checkpoint tensors that a model of `spec` has no use for."""
+        return self.ignored + (self.ignored_if_tied if spec.tied else ())
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Family(llama.spec_of, llama.names),
+        "MistralForCausalLM": Family(mistral.spec_of, llama.names),
+        "Qwen2ForCausalLM": Family(qwen.qwen2_spec, llama.names),
+        "Qwen3ForCausalLM": Family(qwen.qwen3_spec, llama.names),
+    }
+)
+
+
+def family_of(architecture: str) -> Family:
+    """The family of that name; ConfigError with the known ones if there is none."""
+    family = FAMILIES.get(architecture)
+    if family is not None:
+        return family
+    near = difflib.get_close_matches(architecture, FAMILIES, n=1, cutoff=0.0)
+    raise ConfigError(
+        f"architecture {architecture!r} is not supported; known are {', '.join(FAMILIES)}; "
+        f"the nearest is {near[0]}",
+        "architectures",
+    )
+
+
+def read_spec(config: Mapping[str, object]) -> ModelSpec:
+    """The spec of a parsed `config.json`, by its `architectures`. Raises ConfigError."""
+    return family_of(architecture_of(config)).spec_of(config)
+
+
+def architecture_of(config: Mapping[str, object]) -> str:
+    """The one name under `architectures`. Raises ConfigError."""
+    found = config.get("architectures")
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], str):
+        raise ConfigError(
+            f"config.json: architectures ({found!r}) must be a list of one name, such as "
+            "['LlamaForCausalLM']",
+            "architectures",
+        )
+    return found[0]

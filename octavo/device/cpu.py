@@ -1,0 +1,66 @@
+"""The CPU as a device: threads, memory that is really there, and whether bf16 is native.
+
+Not for: choosing kernels. Next file: `worker/worker.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from octavo.device.limits import cpu_flags, read_cores, read_memory
+from octavo.errors import ConfigError
+
+_NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
+
+
+class CpuDevice:
+    """All cores that this process may use, as one device.
+
+    `threads` None takes one thread a usable physical core: more threads than that wait for each
+    other at every barrier.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None, root: Path = Path("/")) -> None:
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads is {threads}: at least 1 is needed", option="threads")
+        self._root = root
+        cores = read_cores(root)
+        self.threads = cores.usable if threads is None else threads
+        self._flags = cpu_flags(root)
+        quota = "" if cores.quota is None else f", quota {cores.quota:g}"
+        found = f"{cores.physical} physical of {cores.logical} logical cores{quota}"
+        chosen = "one a usable core" if threads is None else "as set"
+        self.notes: tuple[str, ...] = (f"threads: {self.threads}, {chosen} ({found})",)
+
+    def start(self) -> None:
+        """Sets torch's threads for this process."""
+        torch.set_num_threads(self.threads)
+
+    def total_memory(self) -> int:
+        """Main memory, or the control group's limit if lower."""
+        return read_memory(self._root).total
+
+    def free_memory(self) -> int:
+        """Memory available without swapping, within the control group's limit."""
+        return read_memory(self._root).free
+
+    def default_dtype(self) -> torch.dtype:
+        """bf16 if the core multiplies it natively, else f32, which is then faster."""
+        return torch.bfloat16 if self._bf16() else torch.float32
+
+    def default_dtype_reason(self) -> str:
+        """Names the instruction set that decided."""
+        native = self._bf16()
+        if native:
+            return f"the CPU has {native}"
+        return "the CPU has none of " + ", ".join(_NATIVE_BF16)
+
+    def synchronize(self) -> None:
+        """Nothing: work on the CPU is done when the call returns."""
+
+    def _bf16(self) -> str:
+        return next((flag for flag in _NATIVE_BF16 if flag in self._flags), "")

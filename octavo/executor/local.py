@@ -1,0 +1,90 @@
+"""LocalExecutor: the worker in this process. A step is computed inside `submit`.
+
+Not for: other processes or machines. Next file: `worker/worker.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from octavo.config import WorkerConfig
+from octavo.types import StepPlan, StepResult, WorkerInfo
+
+if TYPE_CHECKING:
+    from octavo.worker.worker import Worker
+
+
+class FinishedHandle:
+    """A step that is over: its result, or what it raised."""
+
+    __slots__ = ("_error", "_result")
+
+    def __init__(self, result: StepResult | None, error: Exception | None = None) -> None:
+        self._result = result
+        self._error = error
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+    def result(self) -> StepResult:
+        """The result; raises what the step raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class LocalExecutor:
+    """Executor with one worker in this process.
+
+    After a step that raised, later plans of the same epoch are not run: they may build on what it
+    was to write. Each of them raises the same error.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, *, report: Callable[[str], None] | None = None
+    ) -> None:
+        """`report` is called with a phase's name as each phase of the start begins."""
+        self._config = config
+        self._report = report
+        self._worker: Worker | None = None
+        self._failed_epoch: int | None = None
+        self._failure: Exception | None = None
+
+    def start(self) -> WorkerInfo:
+        """Loads the model. Raises ConfigError or CheckpointError."""
+        # Here and not above: this import brings torch, and the module must stay cheap.
+        from octavo.worker.worker import Worker
+
+        worker = Worker(self._config)
+        info = worker.load(self._report)
+        self._worker = worker
+        return info
+
+    def submit(self, plan: StepPlan) -> FinishedHandle:
+        """Runs the step. Raises nothing: the handle does."""
+        assert self._worker is not None, "start comes first"
+        if self._failure is not None and plan.epoch == self._failed_epoch:
+            return FinishedHandle(None, self._failure)
+        self._failure = None
+        try:
+            return FinishedHandle(self._worker.step(plan))
+        except Exception as error:  # of any kind: the core finds the guilty sequence
+            self._failed_epoch, self._failure = plan.epoch, error
+            return FinishedHandle(None, error)
+
+    def control(self, op: str, **args: str) -> dict[str, str]:
+        """Operations of the worker; see `Worker.control`."""
+        assert self._worker is not None, "start comes first"
+        return self._worker.control(op, **args)
+
+    def alive(self) -> bool:
+        """True from `start` to `close`: this process is the worker."""
+        return self._worker is not None
+
+    def close(self) -> None:
+        """Drops the worker, and with it weights and cache."""
+        self._worker = None
+        self._failure = None

@@ -1,0 +1,124 @@
+"""What a request may ask to be done to its logits before a token is drawn.
+
+Order: allowed ids, bad words, stop ids before `min_tokens`, bias, penalties. Temperature, top-k,
+top-p and min-p follow in `Ops.sample`. Each row is changed by its own rules alone, so that its
+neighbours in a batch do not matter. Not for: log-probs, which are of the logits before all this.
+Next file: `penalties.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.sampling.history import TokenHistory
+from octavo.sampling.penalties import Penalties, apply_penalties
+from octavo.types import TokenParams
+
+NO_TOKEN = (
+    "no token can be chosen: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties "
+    "together leave none; allow more tokens"
+)
+
+
+class RowRules:
+    """The rules of one sequence and what they must remember.
+
+    Ids outside the vocabulary name no token, so they have no effect.
+    """
+
+    __slots__ = ("allowed", "bad_words", "bias", "history", "min_tokens", "penalties", "stop_ids")
+
+    def __init__(self, params: TokenParams, tokens: Sequence[int], *, num_prompt: int, vocab: int):
+        """`tokens` are all known tokens if `params.needs_history`, else it may be empty."""
+        self.allowed = _ids(params.allowed_ids, vocab) if params.allowed_ids else None
+        self.bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < vocab]
+        self.min_tokens = params.min_tokens
+        self.stop_ids = [token for token in params.stop_ids if 0 <= token < vocab]
+        self.bias = [(token, value) for token, value in params.logit_bias if 0 <= token < vocab]
+        self.penalties = penalties_of(params)
+        remember = self.penalties is not None or bool(self.bad_words)
+        self.history = TokenHistory(tokens, num_prompt) if remember else None
+
+    @staticmethod
+    def wanted(params: TokenParams) -> bool:
+        """True if a sequence with these settings has rules at all."""
+        return bool(
+            params.allowed_ids
+            or params.bad_words
+            or (params.min_tokens > 0 and params.stop_ids)
+            or params.logit_bias
+            or penalties_of(params)
+        )
+
+    def masked(self, num_output: int) -> list[int]:
+        """Ids that may not be the next token, after `num_output` tokens of output."""
+        ids = list(self.stop_ids) if num_output < self.min_tokens else []
+        if self.history is not None:
+            ids += [word[-1] for word in self.bad_words if ends_with(self.history.output, word)]
+        return ids
+
+
+def penalties_of(params: TokenParams) -> Penalties | None:
+    """The penalties asked for, None if all are off."""
+    if (
+        not params.presence_penalty
+        and not params.frequency_penalty
+        and params.repetition_penalty == 1.0
+    ):
+        return None
+    return Penalties(params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+
+
+def ends_with(output: Sequence[int], word: Sequence[int]) -> bool:
+    """True if the output ends with all of `word` but its last token, which would complete it."""
+    head = len(word) - 1
+    return head == 0 or (len(output) >= head and tuple(output[-head:]) == tuple(word[:-1]))
+
+
+def process(
+    logits: Tensor, rows: Sequence[int], rules: Sequence[RowRules], num_output: Sequence[int]
+) -> None:
+    """Changes logits f32[S, V] in place; item i of the sequences belongs to row `rows[i]`."""
+    for row, rule in zip(rows, rules, strict=True):
+        if rule.allowed is not None:
+            kept = logits[row, rule.allowed]
+            logits[row].fill_(-torch.inf)
+            logits[row, rule.allowed] = kept
+    masks = [
+        (row, token)
+        for row, rule, count in zip(rows, rules, num_output, strict=True)
+        for token in rule.masked(count)
+    ]
+    if masks:
+        at, ids = torch.tensor(masks).unbind(1)
+        logits[at, ids] = -torch.inf
+    _bias(logits, rows, rules)
+    _penalties(logits, rows, rules)
+
+
+def _bias(logits: Tensor, rows: Sequence[int], rules: Sequence[RowRules]) -> None:
+    where = [(row, item[0]) for row, rule in zip(rows, rules, strict=True) for item in rule.bias]
+    if where:
+        values = torch.tensor([item[1] for rule in rules for item in rule.bias])
+        at, ids = torch.tensor(where).unbind(1)
+        logits.index_put_((at, ids), values, accumulate=True)
+
+
+def _penalties(logits: Tensor, rows: Sequence[int], rules: Sequence[RowRules]) -> None:
+    at: list[int] = []
+    settings: list[Penalties] = []
+    seen: list[TokenHistory] = []
+    for row, rule in zip(rows, rules, strict=True):
+        if rule.penalties is not None and rule.history is not None:
+            at.append(row)
+            settings.append(rule.penalties)
+            seen.append(rule.history)
+    if at:
+        apply_penalties(logits, at, settings, seen)
+
+
+def _ids(values: Sequence[int], vocab: int) -> Tensor:
+    return torch.tensor(sorted({v for v in values if 0 <= v < vocab}), dtype=torch.int64)

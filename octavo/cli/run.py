@@ -7,6 +7,7 @@ One prompt prints its text, several print one JSON object a line. Not for: conve
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,8 @@ examples:
 
 A JSON line may hold any sampling parameter; it wins over the flags.
 """
+
+DEFAULT_MAX_TOKENS = 256
 
 SAMPLING = {
     "max_tokens": (int, "most tokens to generate"),
@@ -71,11 +74,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     options = engine_args(args)
 
+    from msgspec import structs
+
     from octavo.llm import LLM
     from octavo.sampling_params import SamplingParams
 
-    llm = LLM.from_engine_args(options)
-    defaults = {**llm.sampling_defaults, "max_tokens": 256, **sampling_flags(args)}
+    llm = LLM(**dataclasses.asdict(options))
+    own = structs.asdict(llm.get_default_sampling_params())
+    defaults = {**own, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_flags(args)}
     params = [_params(SamplingParams, {**defaults, **extra}) for _, extra in items]
     texts = [prompt for prompt, _ in items]
     show = sys.stderr.isatty() and len(items) > 1

@@ -1,0 +1,168 @@
+"""`octavo chat`: a conversation in the terminal, or one question and its answer.
+
+Not for: where answers come from (`chat_sources.py`: an engine of its own, or a server).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.cli.chat_sources import Message, Source, engine_source, server_source
+from octavo.cli.flags import add_config, add_options, engine_args
+from octavo.cli.run import add_sampling, sampling_flags
+from octavo.errors import ClientError, OctavoError
+from octavo.options import DEFAULT_MODEL, EngineArgs
+
+EPILOG = """
+examples:
+  octavo chat "What is the capital of France?"       one answer on standard output
+  octavo chat                                        a conversation with the small model
+  octavo chat --model ./my-model --system "Answer in rhyme."
+  octavo chat --url http://localhost:8000            with the model of a running server
+
+In a conversation: /system TEXT sets the instruction, /clear forgets, /exit leaves, /help tells.
+"""
+
+COMMANDS = """\
+/system TEXT  give the model an instruction; without TEXT, show it
+/clear        forget the conversation, keep the instruction
+/exit         leave (Ctrl-D does too)
+/help         show this
+Ctrl-C stops an answer."""
+
+ONE_ANSWER_TEMPERATURE = 0.0  # the same question gets the same answer
+CONVERSATION_TEMPERATURE = 0.3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The question, where to ask it, sampling, and every option of the engine."""
+    parser.epilog = EPILOG
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help="ask this, print, leave")
+    parser.add_argument("--prompt", metavar="TEXT", help="the same as QUESTION")
+    parser.add_argument("--url", metavar="URL", help="use a running server instead of an engine")
+    parser.add_argument("--api-key", metavar="KEY", help="key of that server [OPENAI_API_KEY]")
+    parser.add_argument("--system", metavar="TEXT", help="instruction for the model")
+    add_sampling(parser)
+    add_config(parser)
+    add_options(parser, EngineArgs)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers one question, or talks until the person leaves."""
+    question = args.prompt if args.prompt is not None else args.question
+    sampling = {"max_tokens": 512, **sampling_flags(args)}
+    sampling.setdefault(
+        "temperature", CONVERSATION_TEMPERATURE if question is None else ONE_ANSWER_TEMPERATURE
+    )
+    source = _source(args, sampling)
+    conversation = Conversation(source, args.system)
+    try:
+        if question is not None:
+            conversation.ask(question)
+            return 0
+        return _talk(conversation, args.url or vars(args).get("model", DEFAULT_MODEL))
+    finally:
+        source.close()
+
+
+def _source(args: argparse.Namespace, sampling: dict[str, Any]) -> Source:
+    model = vars(args).get("model")
+    if args.url:
+        return server_source(args.url, model, key=args.api_key, sampling=sampling)
+    return engine_source(engine_args(args), sampling)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages so far, and where the next answer comes from."""
+
+    source: Source
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def ask(self, question: str) -> int:
+        """Prints the answer as it comes and remembers both; gives the number of pieces.
+
+        A question that failed or was interrupted before any answer is not remembered.
+        """
+        asked: Message = {"role": "user", "content": question}
+        before: list[Message] = []
+        if self.system:
+            before.append({"role": "system", "content": self.system})
+        pieces: list[str] = []
+        try:
+            for piece in self.source.answer([*before, *self.messages, asked]):
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        finally:
+            if pieces:
+                print(flush=True)
+                self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+        return len(pieces)
+
+
+def _talk(conversation: Conversation, name: str) -> int:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with _status(console, f"loading {name}"):
+        conversation.source.start()
+    console.print(f"[bold]Octavo[/bold] with [cyan]{name}[/cyan]. /help lists commands.")
+    while True:
+        line = _read()
+        if line is None or line in ("/exit", "/quit", "/bye"):
+            return 0
+        if line.startswith("/"):
+            console.print(_command(conversation, line), markup=False)
+        elif line:
+            _turn(conversation, line, console)
+
+
+def _turn(conversation: Conversation, line: str, console: Any) -> None:
+    started = time.monotonic()
+    try:
+        count = conversation.ask(line)
+    except KeyboardInterrupt:
+        console.print("[dim](stopped)[/dim]")
+    except ClientError as error:
+        console.print(f"{error.message} /clear makes room.", style="red", markup=False)
+    except OctavoError as error:
+        console.print(error.message, style="red", markup=False)
+    else:
+        seconds = time.monotonic() - started
+        console.print(f"[dim]{seconds:.1f} s, {count / max(seconds, 1e-9):.0f} pieces/s[/dim]")
+
+
+def _command(conversation: Conversation, line: str) -> str:
+    name, _, rest = line.partition(" ")
+    if name == "/clear":
+        conversation.messages.clear()
+        return "The conversation is forgotten."
+    if name == "/system":
+        if rest.strip():
+            conversation.system = rest.strip()
+        return f"Instruction: {conversation.system or 'none'}"
+    if name == "/help":
+        return COMMANDS
+    return f"There is no {name}.\n{COMMANDS}"
+
+
+def _status(console: Any, text: str) -> Any:
+    return console.status(f"[dim]{text}[/dim]")
+
+
+def _read() -> str | None:
+    """One line of the person; None at the end."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  lines can be edited and recalled once it is imported
+    try:
+        return input("\n> ").strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        return ""

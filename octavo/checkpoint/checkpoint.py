@@ -26,12 +26,14 @@ def open_checkpoint(
     download_dir: Path | None = None,
     cache_dir: Path | None = None,
     load_format: str = "auto",
+    weights: bool = True,
 ) -> Checkpoint:
     """Opens a folder, a GGUF file, a pulled model's short name, or a hub id such as "org/name".
 
     `revision` and `download_dir` are for hub ids, `cache_dir` is where `pull` keeps models.
-    With load_format "dummy" no weights need to be there. Reads headers only. Raises
-    CheckpointError that names the file or model and what to do.
+    With load_format "dummy" no weights need to be there; with `weights=False` a folder needs no
+    config.json either (a folder of a tokenizer alone). Reads headers only. Raises CheckpointError
+    that names the file or model and what to do.
     """
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(
@@ -44,9 +46,9 @@ def open_checkpoint(
         revision=revision,
         download_dir=download_dir,
         cache_dir=cache_dir,
-        weights=load_format != "dummy",
+        weights=weights and load_format != "dummy",
     )
-    return _open(path, name, load_format)
+    return _open(path, name, load_format, weights)
 
 
 def _locate(
@@ -79,7 +81,7 @@ def _locate(
     )
 
 
-def _open(path: Path, name: str, load_format: str) -> Checkpoint:
+def _open(path: Path, name: str, load_format: str, weights: bool) -> Checkpoint:
     if path.is_file():
         if load_format == "safetensors":
             raise CheckpointError(
@@ -99,4 +101,6 @@ def _open(path: Path, name: str, load_format: str) -> Checkpoint:
                 "name the file itself"
             )
         return open_gguf(ggufs[0], name)
+    if not weights:
+        return open_folder(path, name, need_config=False, weights=False)
     return open_folder(path, name, weights=load_format != "dummy")

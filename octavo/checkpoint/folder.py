@@ -26,12 +26,14 @@ REBUILT_CLASSES = frozenset(
 )
 
 
-def open_folder(folder: Path, name: str, *, weights: bool = True) -> Checkpoint:
+def open_folder(
+    folder: Path, name: str, *, need_config: bool = True, weights: bool = True
+) -> Checkpoint:
     """Opens `folder`; `weights=False` does not look for weights (`--load-format dummy`).
 
     Raises CheckpointError naming the file that is missing, damaged or unsupported.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", missing_is_empty=not need_config)
     generation = read_json(folder / "generation_config.json", missing_is_empty=True)
     tokenizer_config = read_json(folder / "tokenizer_config.json", missing_is_empty=True)
     templates = read_chat_templates(folder, tokenizer_config)

@@ -1,0 +1,258 @@
+"""Fills a built model from a checkpoint, layer by layer, and accounts for every tensor.
+
+The model says what it needs (each layer's ParamSpecs, with the rows and columns of this rank);
+a family's name map says where that lies. A layer is finished right after it is filled, so that
+raw and packed weights of the whole model never exist together. Anything missing, left over or of
+another shape is an error before the first weight is read.
+Not for: reading (`tensors.py`) or formats (`checkpoint/`, `gguf_blocks.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.records import Checkpoint, TensorEntry
+from octavo.errors import CheckpointError
+from octavo.weights.spec import ParamSpec, Part
+from octavo.weights.tensors import read_tensor
+
+Names: TypeAlias = Callable[[str, str], str]  # (our dotted parameter, part) -> checkpoint tensor
+Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all) of the files
+
+SHOWN = 20  # names in one error
+NOISE_LENGTH = 1_000_003  # prime, so that rows of equal length do not repeat each other
+NOISE_SCALE = 0.02
+# A rope table that some checkpoints carry; it follows from the config.
+ALWAYS_IGNORED = (r".*\.rotary_emb\.inv_freq",)
+
+
+class FillableLayer(Protocol):
+    """A layer between construction and use."""
+
+    def param_specs(self) -> dict[str, ParamSpec]:
+        """What it needs, by parameter name."""
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes one parameter, of its spec's shape and dtype."""
+
+    def finish(self) -> None:
+        """Once, after all are set."""
+
+
+class FillableModel(Protocol):
+    """A model whose layers can be listed by name, in an order in which they can be finished."""
+
+    def named_layers(self) -> Iterator[tuple[str, FillableLayer]]:
+        """(our dotted name, layer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. Bytes are those read of the files, and those of the raw parameters."""
+
+    num_tensors: int
+    file_bytes: int
+    param_bytes: int
+    ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One rectangle of a checkpoint tensor and where its rows go in the parameter."""
+
+    entry: TensorEntry
+    part: Part
+    at: int  # first row, or index along the output dimension, in the parameter
+
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """One parameter to fill."""
+
+    layer: str
+    name: str
+    spec: ParamSpec
+    pieces: tuple[_Piece, ...]
+
+
+def load(
+    model: FillableModel,
+    checkpoint: Checkpoint,
+    names: Names,
+    *,
+    ignored: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Fills and finishes every layer of `model`.
+
+    `names("blocks.0.attention.qkv.weight", "q")` gives the checkpoint's name of one part (the part
+    is "" if not fused). `ignored` are regular expressions of checkpoint names that may be left
+    over (a tied head's copy, other stages' layers). Raises CheckpointError with the names that
+    are missing, left over, or of the wrong shape.
+    """
+    params = _plan(model, checkpoint, names)
+    used = {piece.entry.name: piece.entry for param in params for piece in param.pieces}
+    left = _left_over(checkpoint, used, (*ALWAYS_IGNORED, *ignored))
+    total = sum(_piece_bytes(piece) for param in params for piece in param.pieces)
+    done, param_bytes = 0, 0
+    by_layer: dict[str, list[_Param]] = {}
+    for param in params:
+        by_layer.setdefault(param.layer, []).append(param)
+    for name, layer in model.named_layers():
+        for param in by_layer.get(name, ()):
+            tensor = _fill(param)
+            param_bytes += tensor.numel() * tensor.element_size()
+            layer.set_param(param.name, tensor)
+            done += sum(_piece_bytes(piece) for piece in param.pieces)
+            if progress is not None:
+                progress(done, total)
+        layer.finish()
+    return LoadReport(len(used), done, param_bytes, left)
+
+
+def load_dummy(model: FillableModel, *, seed: int = 0) -> LoadReport:
+    """Fills every layer with small random values that depend on `seed` and the parameter's name.
+
+    Vectors called "weight" are the norms' and lie about one, so that activations keep their
+    size. The values are a stretch of one noise, so this runs at the speed of copying.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(NOISE_LENGTH, generator=generator) * NOISE_SCALE
+    param_bytes = 0
+    for prefix, layer in model.named_layers():
+        for name, spec in layer.param_specs().items():
+            tensor = _noise(noise, f"{prefix}.{name}", spec)
+            if name == "weight" and tensor.dim() == 1:
+                tensor += 1
+            param_bytes += tensor.numel() * tensor.element_size()
+            layer.set_param(name, tensor)
+        layer.finish()
+    return LoadReport(0, 0, param_bytes, ())
+
+
+def _noise(noise: Tensor, name: str, spec: ParamSpec) -> Tensor:
+    """A stretch of the noise, repeated as needed, that begins where the name says."""
+    count = prod(spec.shape)
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    shift = int.from_bytes(digest, "little") % noise.numel()
+    values = torch.roll(noise, -shift).to(spec.dtype)
+    if not spec.dtype.is_floating_point:
+        values = torch.roll(noise, -shift).mul(1e4).to(torch.int64).to(spec.dtype)
+    repeats = -(-count // values.numel())
+    return values.repeat(repeats)[:count].view(spec.shape)
+
+
+def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_Param]:
+    """What fills what, checked whole before anything is read."""
+    params: list[_Param] = []
+    missing: list[str] = []
+    wrong: list[str] = []
+    for layer_name, layer in model.named_layers():
+        for name, spec in layer.param_specs().items():
+            pieces: list[_Piece] = []
+            at = 0
+            for part in spec.parts:
+                theirs = names(f"{layer_name}.{name}", part.name)
+                entry = checkpoint.tensors.get(theirs)
+                if entry is None:
+                    missing.append(theirs)
+                    continue
+                expected = _expected_shape(spec, part)
+                if entry.shape != expected:
+                    wrong.append(
+                        f"{theirs}: the config expects {list(expected)}, "
+                        f"{entry.file.name} has {list(entry.shape)}"
+                    )
+                pieces.append(_Piece(entry, part, at))
+                at += part.size
+            params.append(_Param(layer_name, name, spec, tuple(pieces)))
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(missing)} tensors that the model needs are missing: "
+            f"{_shown(missing)}; the download is incomplete or config.json is another model's"
+        )
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(wrong)} tensors have another shape than config.json says: "
+            f"{_shown(wrong, '; ')}"
+        )
+    return params
+
+
+def _expected_shape(spec: ParamSpec, part: Part) -> tuple[int, ...]:
+    """The whole checkpoint tensor's shape."""
+    shape = list(spec.shape)
+    if shape:
+        shape[spec.out_dim or 0] = part.full
+    if spec.in_dim is not None:
+        shape[spec.in_dim] = spec.in_full or shape[spec.in_dim]
+    return tuple(shape)
+
+
+def _left_over(
+    checkpoint: Checkpoint, used: dict[str, TensorEntry], ignored: Sequence[str]
+) -> tuple[str, ...]:
+    """Names that may be left over. Raises CheckpointError if there are others."""
+    patterns = [re.compile(pattern) for pattern in ignored]
+    left: list[str] = []
+    unexpected: list[str] = []
+    for name in checkpoint.tensors:
+        if name in used:
+            continue
+        known = any(pattern.fullmatch(name) for pattern in patterns)
+        (left if known else unexpected).append(name)
+    if unexpected:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(unexpected)} tensors have no place in the model: "
+            f"{_shown(unexpected)}; leaving them out would change its answers, so config.json "
+            "and weights do not belong together"
+        )
+    return tuple(left)
+
+
+def _shown(names: list[str], separator: str = ", ") -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return separator.join(names[:SHOWN]) + more
+
+
+def _piece_bytes(piece: _Piece) -> int:
+    """Bytes of the file that this piece's rows take."""
+    return piece.entry.nbytes * piece.part.size // max(1, piece.part.full)
+
+
+def _fill(param: _Param) -> Tensor:
+    """One parameter in its own memory."""
+    spec = param.spec
+    if not spec.shape:
+        return read_tensor(param.pieces[0].entry, spec.dtype)
+    columns = None
+    if spec.in_dim is not None:
+        columns = slice(spec.in_start, spec.in_start + spec.shape[spec.in_dim])
+    if len(param.pieces) == 1 and param.pieces[0].part.size == spec.shape[spec.out_dim or 0]:
+        return _read_piece(param.pieces[0], spec, columns)
+    tensor = torch.empty(spec.shape, dtype=spec.dtype)
+    along = spec.out_dim or 0
+    for piece in param.pieces:
+        tensor.narrow(along, piece.at, piece.part.size).copy_(_read_piece(piece, spec, columns))
+    return tensor
+
+
+def _read_piece(piece: _Piece, spec: ParamSpec, columns: slice | None) -> Tensor:
+    """This rank's rectangle. Output rows are the first dimension, inputs the last, in all files."""
+    rows = slice(piece.part.start, piece.part.start + piece.part.size)
+    if spec.out_dim not in (None, 0):
+        # A transposed layout, as some packed formats have: the parts lie along another dimension.
+        whole = read_tensor(piece.entry, spec.dtype)
+        cut = whole.narrow(spec.out_dim or 0, rows.start, piece.part.size)
+        if columns is None or spec.in_dim is None:
+            return cut.contiguous()
+        return cut.narrow(spec.in_dim, columns.start, columns.stop - columns.start).contiguous()
+    return read_tensor(piece.entry, spec.dtype, rows=rows, columns=columns)

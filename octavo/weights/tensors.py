@@ -41,10 +41,11 @@ def read_tensor(
 ) -> Tensor:
     """The tensor, or `rows` of its first and `columns` of its last dimension, as `dtype`.
 
-    Slices have no step. Without `dtype` plain encodings keep theirs and block formats become
-    float32. Block formats are rounded once, from float32. The result is contiguous and owns its
-    memory. Raises CheckpointError if the file is gone or shorter than its header said.
+    Slices have no step; a vector has rows only. Without `dtype` plain encodings keep theirs and
+    block formats become float32. Block formats are rounded once, from float32. The result is
+    contiguous and owns its memory. Raises CheckpointError if the file is gone or shorter than its header said.
     """
+    assert columns is None or len(entry.shape) > 1, "a vector has no columns"
     first, last = _bounds(rows, entry.shape[0]) if entry.shape else (0, 1)
     left, right = _bounds(columns, entry.shape[-1]) if entry.shape else (0, 1)
     box = _Box(first, last, left, right)
@@ -82,8 +83,6 @@ def _read_interleaved(entry: TensorEntry, dtype: torch.dtype | None, box: _Box) 
     height = entry.shape[0] // entry.interleaved_heads
     head, end = box.first // height, -(-box.last // height)
     whole = replace(box, first=head * height, last=end * height)
-    if len(entry.shape) == 1:
-        whole = replace(whole, left=whole.first, right=whole.last)
     stored = _read_box(entry, dtype, whole)
     rest = stored.shape[1:]
     pairs = stored.view(end - head, height // 2, 2, *rest)

@@ -90,7 +90,7 @@ def _quota(root: Path) -> float | None:
 
 
 def _memory_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) of each group with a limit; cache that can be dropped is not counted as used."""
+    """(limit, used) of each group with a limit; cache that can be dropped is not in `used`."""
     found: list[tuple[int, int]] = []
     for folder in _folders(root, "memory"):
         limit, used = _text(folder / "memory.max"), _text(folder / "memory.current")

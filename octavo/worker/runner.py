@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import isfinite
 from time import perf_counter
 from typing import Protocol
 
@@ -163,7 +164,8 @@ class Runner:
         if bad:
             logits[list(bad)] = 0.0  # whatever is drawn for them is not used
         asking = [i for i in np.flatnonzero(special & LOGPROBS).tolist() if i not in bad]
-        raw = logits[asking] if asking else None  # a copy: rules change the logits below
+        # Log-probs are of the model's own logits, which rules are about to change.
+        raw = {i: logits[i].clone() if special[i] & RULES else logits[i] for i in asking}
         ruled = [i for i in np.flatnonzero(special & RULES).tolist() if i not in bad]
         rules = [slots.rules[int(chosen[index])] for index in ruled]
         self._apply_rules(logits, ruled, rules, chosen=chosen, positions=positions, bad=bad)
@@ -173,12 +175,10 @@ class Runner:
         for index, rule in zip(ruled, rules, strict=True):
             if rule.history is not None and index not in bad:
                 rule.history.append(int(tokens[index]))
-        if raw is None:
-            return tokens, {}, bad
+        asking = [index for index in asking if index not in bad]
         wants = [slots.wants[int(chosen[index])] for index in asking]
-        values = token_logprobs(raw, tokens[asking].tolist(), wants)
-        found = {i: value for i, value in zip(asking, values, strict=True) if i not in bad}
-        return tokens, found, bad
+        values = token_logprobs([raw[i] for i in asking], tokens[asking].tolist(), wants)
+        return tokens, dict(zip(asking, values, strict=True)), bad
 
     def _apply_rules(
         self,
@@ -196,9 +196,9 @@ class Runner:
         num_output = (positions - self._slots.num_prompt[chosen])[ruled].tolist()
         process(logits, ruled, rules, num_output)
         # NaN and both infinities fail: a bias may overflow as well as leave nothing.
-        best = torch.amax(logits[ruled], dim=1)
-        for index, value in zip(ruled, best.tolist(), strict=True):
-            if not np.isfinite(value):
+        best = torch.amax(logits, dim=1).tolist()
+        for index in ruled:
+            if not isfinite(best[index]):
                 bad[index] = NO_TOKEN
                 logits[index] = 0.0
 

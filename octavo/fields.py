@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self, TypeAlias, cast
@@ -21,6 +22,7 @@ Kind: TypeAlias = Literal["int", "float", "bool", "str", "json", "size", "list"]
 
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)(?:([kmgtKMGT])(iB)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,14 @@ def parse_size(text: str) -> int:
 
     `KiB`, `MiB`, `GiB` and `TiB` work as well. Raises ValueError.
     """
-    number = text.strip()
-    if number.endswith("iB"):
-        number = number[:-3] + number[-3].upper()
-    unit = UNITS.get(number[-1:]) or BINARY_UNITS.get(number[-1:]) or 1
-    if unit == 1:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(text)
+    number, unit, binary = found.groups()
+    if unit is None:
         return int(number)
-    return round(float(number[:-1]) * unit)
+    factor = BINARY_UNITS[unit.upper()] if binary or unit.isupper() else UNITS[unit]
+    return round(float(number) * factor)
 
 
 def flag_of(name: str) -> str:

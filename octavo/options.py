@@ -172,11 +172,11 @@ class EngineArgs(Record):
         choices=("fcfs", "priority"),
     )
     max_num_queued_reqs: int | None = option(
-        1024,
-        "requests that may wait before new ones get 429; none for no limit",
+        None,
+        "requests that may wait before new ones get 429; eight times --max-num-seqs if left out",
+        kind="int",
         group="Scheduling",
         minimum=1,
-        optional=True,
     )
     max_num_queued_tokens: int | None = option(
         None,
@@ -337,7 +337,7 @@ class ServerArgs(Record):
         600, "seconds that loading may take", minimum=1, env=("VLLM_ENGINE_READY_TIMEOUT_S",)
     )
     max_body_bytes: int = option(
-        16 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024
+        32 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024
     )
 
     chat_template: str | None = option(
@@ -364,6 +364,12 @@ class ServerArgs(Record):
     )
     enable_force_include_usage: bool = option(
         False, "send usage at the end of every stream", group="Requests"
+    )
+    sse_keep_alive_interval: float = option(
+        0.0,
+        "seconds of silence in a stream before a comment is sent; 0 is never",
+        group="Requests",
+        minimum=0,
     )
     enable_request_id_headers: bool = option(
         True,
@@ -399,8 +405,8 @@ class ServerArgs(Record):
     enable_server_load_tracking: bool = option(
         False, "count requests in flight for the route /load", group="Logging"
     )
-    metric_aliases: bool = option(
-        False, "also export old metric names, such as gpu_cache_usage_factor", group="Logging"
+    metric_aliases: list[str] = option(
+        [], "sets of other metric names to export as well: legacy, seed", group="Logging"
     )
     log_level: str = option(
         "info",
@@ -423,7 +429,6 @@ class ServerArgs(Record):
     )
     api_server_count: int = absent(1, "one process serves HTTP; use 1.")
     headless: bool = absent(False, "more than one machine is not supported in this build.")
-    sse_keep_alive_interval: float = absent(0.0, "not built yet; leave it out.")
     disable_access_log_for_endpoints: str | None = absent(
         None, "there is no access log; leave it out.", kind="str"
     )

@@ -76,8 +76,12 @@ def run(args: argparse.Namespace) -> int:
 
     from msgspec import structs
 
-    from octavo.llm import LLM
     from octavo.sampling_params import SamplingParams
+
+    for _, extra in items:
+        _params(SamplingParams, dict(extra))  # mistakes show before the model is loaded
+
+    from octavo.llm import LLM
 
     llm = LLM(**dataclasses.asdict(options))
     own = structs.asdict(llm.get_default_sampling_params())

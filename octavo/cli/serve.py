@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from octavo import log
 from octavo.cli.flags import add_config, add_model, add_options, engine_args, server_args, table
 from octavo.options import EngineArgs, ServerArgs
 
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         rows = [row for row in rows if row[2] != "default"]
     if rows:
         print(f"options:\n{table(rows)}", file=sys.stderr, flush=True)
+
+    log.setup(server.log_level)
 
     from octavo import launch
 

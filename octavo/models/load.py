@@ -8,11 +8,14 @@ from __future__ import annotations
 import torch
 
 from octavo.attention.base import AttentionNeed
+from octavo.checkpoint.records import Checkpoint
 from octavo.layers.build import Build
 from octavo.layers.linear import share_kv_heads
 from octavo.models.decoder import Decoder
+from octavo.models.registry import family_of, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
+from octavo.weights.loader import Progress, load
 
 
 def attention_need(
@@ -41,3 +44,28 @@ def attention_need(
 def build_model(spec: ModelSpec, build: Build) -> Decoder:
     """A decoder whose parameters are still to be set."""
     return Decoder(spec, build)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    build: Build,
+    *,
+    spec: ModelSpec | None = None,
+    progress: Progress | None = None,
+) -> Decoder:
+    """A decoder with the weights of `checkpoint`, ready to run.
+
+    `spec` is for a caller who has changed what the checkpoint's config says (a shorter context).
+    `progress` gets (bytes read, bytes in all). Raises ConfigError and CheckpointError.
+    """
+    spec = spec or read_spec(checkpoint.config)
+    family = family_of(spec.architecture)
+    decoder = build_model(spec, build)
+    load(
+        decoder,
+        checkpoint,
+        family.names,
+        ignored=family.ignored_names(spec),
+        progress=progress,
+    )
+    return decoder

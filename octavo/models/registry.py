@@ -23,10 +23,8 @@ class Family:
     spec_of: Callable[[Mapping[str, object]], ModelSpec]
     # (dotted name of ours with the parameter, part) -> name in the checkpoint
     names: Callable[[str, str], str]
-    # patterns of whole names: tensors that old files carry though they can be computed
-    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    # ... and the copy of a tied head
-    ignored_if_tied: tuple[str, ...] = (r"lm_head\.weight",)
+    ignored: tuple[str, ...] = ()  # patterns of whole checkpoint names
+    ignored_if_tied: tuple[str, ...] = (r"lm_head\.weight",)  # a second copy of the embedding
 
     def ignored_names(self, spec: ModelSpec) -> tuple[str, ...]:
         """Patterns of checkpoint tensors that a model of `spec` has no use for."""

@@ -1,0 +1,59 @@
+"""Rope tables beyond what the parity twins see."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.layers.rope import attention_gain, rope_frequencies, rope_table
+from octavo.models.registry import read_spec
+from octavo.models.spec import RopeSpec
+from tests.models.twins import make_twin
+
+PLAIN = RopeSpec(10000.0, 64)
+
+
+def test_table_is_cosines_then_sines() -> None:
+    table = rope_table(PLAIN, 50)
+    assert table.shape == (50, 64)
+    assert table.dtype == torch.float32
+    for position, pair in ((0, 0), (7, 3), (49, 31)):
+        angle = position * 10000.0 ** (-2 * pair / 64)
+        assert table[position, pair].item() == pytest.approx(math.cos(angle), abs=1e-5)
+        assert table[position, pair + 32].item() == pytest.approx(math.sin(angle), abs=1e-5)
+
+
+def test_dynamic_equals_transformers_at_the_length_of_the_table() -> None:
+    """Beyond the trained length its base grows with the length; ours is that of the longest."""
+    twin = make_twin("llama-dynamic")
+    twin.logits(twin.prompt(400))
+    theirs = twin.model.model.rotary_emb.inv_freq
+    found = rope_frequencies(read_spec(twin.config).rope, 400)
+    torch.testing.assert_close(found, theirs, rtol=1e-6, atol=0)
+
+
+def test_dynamic_is_default_up_to_the_trained_length() -> None:
+    dynamic = replace(PLAIN, kind="dynamic", factor=4.0, original_max_len=100)
+    assert torch.equal(rope_table(dynamic, 100), rope_table(PLAIN, 100))
+    assert not torch.equal(rope_table(dynamic, 101)[:100], rope_table(PLAIN, 100))
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_short_waves_are_kept_and_long_ones_divided(kind: str) -> None:
+    spec = RopeSpec(500000.0, 128, "llama3", 8.0, 8192)
+    spec = spec if kind == "llama3" else replace(spec, kind="yarn")
+    ratio = rope_frequencies(replace(spec, kind="default"), 1) / rope_frequencies(spec, 1)
+    assert ratio[0].item() == pytest.approx(1.0)
+    assert ratio[-1].item() == pytest.approx(8.0)
+    assert bool((ratio.diff() >= -1e-4).all())
+
+
+def test_gain_is_yarns_alone() -> None:
+    assert attention_gain(PLAIN) == 1.0
+    yarn = replace(PLAIN, kind="yarn", factor=4.0, original_max_len=64)
+    assert attention_gain(yarn) == pytest.approx(1 + 0.1 * math.log(4))
+    assert attention_gain(replace(yarn, attention_factor=1.5)) == 1.5
+    assert rope_table(replace(yarn, attention_factor=1.5), 3)[0, 0].item() == 1.5

@@ -6,7 +6,10 @@ Not for: other processes or machines. Next file: `worker/worker.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from octavo.config import WorkerConfig
 from octavo.types import StepPlan, StepResult, WorkerInfo
@@ -46,7 +49,7 @@ class LocalExecutor:
     def __init__(
         self, config: WorkerConfig, *, report: Callable[[str], None] | None = None
     ) -> None:
-        """`report` is called with a phase's name as each phase of the start begins."""
+        """`report` is told what the start is doing, in a few words, as it changes."""
         self._config = config
         self._report = report
         self._worker: Worker | None = None
@@ -55,13 +58,17 @@ class LocalExecutor:
 
     def start(self) -> WorkerInfo:
         """Loads the model. Raises ConfigError or CheckpointError."""
+        started = perf_counter()
+        if self._report is not None:
+            self._report("import")
         # Here and not above: this import brings torch, and the module must stay cheap.
         from octavo.worker.worker import Worker
 
+        imported = perf_counter() - started
         worker = Worker(self._config)
         info = worker.load(self._report)
         self._worker = worker
-        return info
+        return replace(info, timings=(("import", imported), *info.timings))
 
     def submit(self, plan: StepPlan) -> FinishedHandle:
         """Runs the step. Raises nothing: the handle does."""

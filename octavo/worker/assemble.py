@@ -1,0 +1,167 @@
+"""Puts a model together: number format, kernels, attention, decoder, weights, fusion.
+
+Every choice leaves a line with its reason. Not for: the cache and steps (`worker.py`).
+Next file: `models/load.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.attention.base import AttentionBackend, AttentionNeed
+from octavo.attention.select import select as select_attention
+from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from octavo.config import WorkerConfig
+from octavo.device.base import Device
+from octavo.errors import ConfigError
+from octavo.kernels.ops import Ops
+from octavo.kernels.select import select as select_kernels
+from octavo.layers.build import Build
+from octavo.models.decoder import Decoder
+from octavo.models.fused import fuse
+from octavo.models.load import attention_need, build_model
+from octavo.models.registry import family_of, read_spec
+from octavo.models.spec import ModelSpec
+from octavo.parallel.mesh import Mesh
+from octavo.quant.none import Unquantized
+from octavo.weights.loader import LoadReport, load, load_dummy
+from octavo.worker.runner import Model
+
+DEFAULT_BLOCK_SIZE = 16
+MAX_BLOCK_SIZE = 256
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Bytes = Callable[[int, int], None]  # (bytes read, bytes in all)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """All that is decided before memory is taken."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    ops: Ops
+    attention: AttentionBackend
+    need: AttentionNeed
+    notes: tuple[str, ...]
+
+
+def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
+    """The checkpoint and its spec. Raises CheckpointError and ConfigError."""
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+    spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
+    if config.quantization is not None or spec.quantization:
+        method = config.quantization or spec.quantization
+        raise ConfigError(
+            f"quantization {method!r} is not supported; use a checkpoint with weights in bfloat16, "
+            "float16 or float32, or a GGUF file",
+            "quantization",
+        )
+    return checkpoint, spec
+
+
+def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
+    """Decides number format, kernels and attention. Raises ConfigError."""
+    dtype, dtype_note = _dtype(config, spec, device)
+    ops, kernel_notes = select_kernels(dtype, config.kernels)
+    need = attention_need(
+        spec,
+        mesh=Mesh.single(),
+        device=device.name,
+        block_size=_block_size(config),
+        dtype=dtype,
+        cache_dtype=_cache_dtype(config, dtype),
+    )
+    attention, attention_notes = select_attention(need, config.attention_backend)
+    notes = (dtype_note, *kernel_notes, *attention_notes)
+    return Choices(spec, dtype, ops, attention, need, notes)
+
+
+def build(config: WorkerConfig, choices: Choices, device: Device) -> Decoder:
+    """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
+    longest = config.max_model_len or 0
+    spec = choices.spec
+    if 0 < longest < spec.max_model_len:
+        spec = replace(spec, max_model_len=longest)
+    return build_model(
+        spec,
+        Build(
+            mesh=Mesh.single(),
+            device=device.name,
+            dtype=choices.dtype,
+            ops=choices.ops,
+            quant=Unquantized(choices.ops, choices.dtype),
+            attention=choices.attention,
+            need=choices.need,
+        ),
+    )
+
+
+def fill(
+    decoder: Decoder, checkpoint: Checkpoint, config: WorkerConfig, progress: Bytes
+) -> LoadReport:
+    """Loads the weights, or makes some up for the load format "dummy"."""
+    if config.load_format == "dummy":
+        return load_dummy(decoder, seed=config.seed)
+    family = family_of(decoder.spec.architecture)
+    return load(
+        decoder,
+        checkpoint,
+        family.names,
+        ignored=family.ignored_names(decoder.spec),
+        progress=progress,
+    )
+
+
+def finish(decoder: Decoder, ops: Ops) -> tuple[Model, str]:
+    """The model to run, fused if it can be, and a note that says so."""
+    fused = fuse(decoder, ops)
+    if isinstance(fused, str):
+        return decoder, f"layers: one call a kernel: {fused}"
+    return fused, "layers: fused into native calls"
+
+
+def _dtype(config: WorkerConfig, spec: ModelSpec, device: Device) -> tuple[torch.dtype, str]:
+    """The activations' number format and why."""
+    if config.dtype == "auto":
+        dtype, reason = device.default_dtype(), device.default_dtype_reason()
+    else:
+        dtype, reason = _dtype_named(config.dtype, "dtype"), "as set"
+    return dtype, f"dtype: {_name(dtype)}, {reason} (the checkpoint has {spec.dtype})"
+
+
+def _cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    wanted = _dtype_named(config.kv_cache_dtype, "kv_cache_dtype")
+    if wanted != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, but the model runs in {_name(dtype)} and "
+            "keys and values are kept in its format; use auto",
+            "kv_cache_dtype",
+        )
+    return wanted
+
+
+def _dtype_named(name: str, option: str) -> torch.dtype:
+    for dtype in _DTYPES:
+        if _name(dtype) == name:
+            return dtype
+    known = ", ".join(map(_name, _DTYPES))
+    raise ConfigError(f"{option} {name!r} is not known; use auto, {known}", option)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _block_size(config: WorkerConfig) -> int:
+    size = DEFAULT_BLOCK_SIZE if config.block_size is None else config.block_size
+    if not 1 <= size <= MAX_BLOCK_SIZE:
+        raise ConfigError(
+            f"block_size is {size}: use 1 to {MAX_BLOCK_SIZE} tokens a block", "block_size"
+        )
+    return size

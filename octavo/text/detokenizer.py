@@ -16,33 +16,40 @@ from octavo.text.tokenizer import Tokenizer
 class Detokenizer:
     """One per stream. `inside` says that the ids go on from others, so a first space is kept."""
 
-    __slots__ = ("_pending", "_strip", "_table")
+    __slots__ = ("_bytes", "_careful", "_pending", "_strip", "_texts")
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, inside: bool = True
     ) -> None:
-        visible = tokenizer.visible_table if skip_special_tokens else tokenizer.bytes_table
-        self._table = visible
+        if skip_special_tokens:
+            self._bytes, self._texts = tokenizer.visible_table, tokenizer.visible_texts
+        else:
+            self._bytes, self._texts = tokenizer.bytes_table, tokenizer.texts
         self._pending = b""  # the beginning of a character
         self._strip = tokenizer.strips_space and not inside
+        self._careful = self._strip  # True while the table of texts is not enough
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; may be empty."""
-        table = self._table
-        try:
-            data = b"".join([table[token] for token in ids])
-        except IndexError:  # the model's table may be padded beyond the tokenizer's
-            data = b"".join([table[token] for token in ids if token < len(table)])
+        if len(ids) == 1 and not self._careful:
+            token = ids[0]
+            text = self._texts[token] if token < len(self._texts) else ""
+            if text is not None:  # whole characters after whole characters, the usual case
+                return text
+        table = self._bytes
+        # The model's table may be padded beyond the tokenizer's.
+        data = b"".join([table[token] for token in ids if token < len(table)])
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
-        if self._pending:
-            data = self._pending + data
+        data = self._pending + data
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
+        self._careful = self._strip or used < len(data)
         return text
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed."""
         text, self._pending = self._pending.decode("utf-8", "replace"), b""
+        self._careful = self._strip
         return text

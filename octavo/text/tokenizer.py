@@ -73,6 +73,11 @@ class Tokenizer:
         self.visible_table = [
             b"" if token in skipped else data for token, data in enumerate(self.bytes_table)
         ]
+        # Texts of the tokens that are whole characters, for streams; None for the others.
+        self.texts = [_whole_text(data) for data in self.bytes_table]
+        self.visible_texts = [
+            "" if token in skipped else text for token, text in enumerate(self.texts)
+        ]
         self._longest = max(map(len, self.bytes_table), default=1)
         self._specials = {
             info.content: (token, info)
@@ -314,6 +319,13 @@ def _letters_to_bytes(word: str, letters: dict[str, int]) -> bytes:
         return bytes([letters[letter] for letter in word])
     except KeyError:  # not written in byte letters: the text itself
         return word.encode()
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _added_bytes(info: tokenizers.AddedToken, kind: _Kind) -> bytes:

@@ -54,7 +54,17 @@ def chat_tokenizer(**options: object) -> Tokenizer:
 def sentencepiece(*, legacy: bool = True, decoder: str = "sequence") -> tokenizers.Tokenizer:
     """As Llama 2's (legacy) or Mistral's later one: pieces with a mark for space, byte fallback."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words += ["▁", *"abcdefghijklmnopqrstuvwxyzABPT.,", "▁a", "in", "is", "▁P", "ar", "▁Par", "▁Paris"]
+    words += [
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyzABPT.,",
+        "▁a",
+        "in",
+        "is",
+        "▁P",
+        "ar",
+        "▁Par",
+        "▁Paris",
+    ]
     merges = [("▁", "a"), ("i", "n"), ("i", "s"), ("▁", "P"), ("a", "r"), ("▁P", "ar")]
     merges.append(("▁Par", "is"))
     vocabulary = {word: place for place, word in enumerate(words)}

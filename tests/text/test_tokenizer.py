@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 import tokenizers
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
 from octavo.errors import CheckpointError, InvalidRequest

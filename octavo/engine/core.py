@@ -1,0 +1,135 @@
+"""The loop: plan, submit, land, commit; and what to do when a step fails.
+
+`EngineCore.step` is one turn. It fills the pipeline up to the scheduler's depth, then lands the
+oldest step. With depth 1 that is the plain synchronous loop; with depth 2 the host plans the next
+step while the device runs this one; with a pipeline of devices the depth is its length.
+
+A step that raises is an event, not the end: every plan not yet landed is void, running sequences
+go back to the queue, and those of the failed step run one at a time. Only the one that fails alone
+ends with an error. A dead executor is the end: `EngineDead` is raised, and the caller restarts.
+
+Not for: processes and sockets (see `process.py`, the next file), or any decision (`scheduler.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from octavo.engine.scheduler import Scheduler
+from octavo.errors import EngineDead
+from octavo.types import AddRequest, StepOutputs, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from octavo.executor.base import Executor, Handle
+
+
+class FailedStep:
+    """Handle of a step that could not be submitted; it fails in its turn."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        """True: there is nothing to wait for."""
+        return True
+
+    def result(self) -> StepResult:
+        """Raises what `submit` raised."""
+        raise self._error
+
+
+class EngineCore:
+    """Drives a scheduler and an executor; one thread, and never sleeps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and when submitted
+        self._last_landing = 0.0
+
+    def add(self, request: AddRequest) -> None:
+        """Queues a request; one that cannot be served is reported by the next `step`."""
+        self._scheduler.add(request)
+
+    def abort(self, ids: list[str]) -> None:
+        """Ends requests; unknown and ended ids are no error."""
+        self._scheduler.abort(ids)
+
+    def control(self, op: str, args: dict[str, str]) -> dict[str, str]:
+        """`reset_prefix_cache` and `snapshot` are done here, all else by the executor."""
+        if op == "reset_prefix_cache":
+            self._scheduler.reset_prefix_cache()
+            return {"reset": "true"}
+        if op == "snapshot":
+            return self._snapshot()
+        return self._executor.control(op, **args)
+
+    def has_work(self) -> bool:
+        """True if `step` has something to do or to report."""
+        scheduler = self._scheduler
+        return bool(scheduler.num_live or self._in_flight or scheduler.has_news)
+
+    def step(self) -> StepOutputs | None:
+        """One turn; None if there was nothing to do. Raises EngineDead if the executor is lost."""
+        while len(self._in_flight) < self._scheduler.config.depth:
+            plan = self._scheduler.plan(self._clock())
+            if plan is None:
+                break
+            self._in_flight.append((plan, self._submit(plan), self._clock()))
+        if self._in_flight:
+            return self._land()
+        return self._scheduler.report() if self._scheduler.has_news else None
+
+    def close(self) -> None:
+        """Frees the executor; what is in flight is lost."""
+        self._in_flight.clear()
+        self._executor.close()
+
+    def _submit(self, plan: StepPlan) -> Handle:
+        try:
+            return self._executor.submit(plan)
+        except Exception as error:
+            return FailedStep(error)
+
+    def _land(self) -> StepOutputs:
+        plan, handle, submitted = self._in_flight.popleft()
+        try:
+            result = handle.result()
+        except Exception as error:
+            return self._recover(error)
+        now = self._clock()
+        # Overlapping steps share the time: each counts from where the one before it ended.
+        step_ms = 1000 * (now - max(submitted, self._last_landing))
+        self._last_landing = now
+        return self._scheduler.commit(plan, result, step_ms)
+
+    def _recover(self, error: Exception) -> StepOutputs:
+        text = f"{type(error).__name__}: {error}"
+        if not self._executor.alive():
+            raise EngineDead(f"the executor is lost: {text}") from error
+        self._in_flight.clear()
+        return self._scheduler.recover(text)
+
+    def _snapshot(self) -> dict[str, str]:
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        return {
+            "running": str(len(scheduler.running)),
+            "waiting": str(len(scheduler.waiting)),
+            "in_flight": str(len(self._in_flight)),
+            "suspects": str(len(scheduler.suspects)),
+            "epoch": str(scheduler.epoch),
+            "blocks_used": str(pool.num_used),
+            "blocks_cached": str(pool.num_cached),
+            "blocks_total": str(pool.num_blocks),
+        }

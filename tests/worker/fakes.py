@@ -110,5 +110,5 @@ def make_runner(
         attention=FakeAttention(),  # type: ignore[arg-type]
         kv=make_cache(num_blocks, block_size),
         slots=SlotTable(num_slots=slots, max_blocks=blocks_per, vocab_size=VOCAB),
-        buffers=InputBuffers(max_tokens=64, max_rows=slots, max_blocks=blocks_per),
+        buffers=InputBuffers(max_tokens=256, max_rows=slots, max_blocks=blocks_per),
     )

@@ -52,7 +52,7 @@ def chat_tokenizer(**options: object) -> Tokenizer:
 
 
 def sentencepiece(*, legacy: bool = True, decoder: str = "sequence") -> tokenizers.Tokenizer:
-    """As Llama 2's (legacy) or Mistral's later one: pieces with a mark for space, byte fallback."""
+    """As Llama 2's (legacy) or Mistral's later one: a mark for space, byte fallback."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += [
         "▁",
@@ -88,7 +88,7 @@ def sentencepiece(*, legacy: bool = True, decoder: str = "sequence") -> tokenize
     else:
         backend.decoder = decoders.Metaspace("▁", prepend_scheme=decoder)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.add_tokens(["▁▁▁"])
+    backend.add_tokens([tokenizers.AddedToken("▁▁▁", normalized=False)])
     return backend
 
 

@@ -157,7 +157,7 @@ def test_a_cut_character_can_complete_a_stop_at_the_end():
 
 def test_nothing_comes_after_the_end():
     assembler = Assembler(CHAT, SamplingParams(stop="b"), eos_ids=EOS)
-    first = assembler.push(SequenceOutput("r", CHAT.encode("abab") + [7]))
+    first = assembler.push(SequenceOutput("r", [*CHAT.encode("abab"), 7]))
     assert (first.text, first.finish_reason, first.stop_reason) == ("a", "stop", "b")
     count = assembler.num_tokens
     late = assembler.push(SequenceOutput("r", [5], reason="abort"))

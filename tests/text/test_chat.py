@@ -17,6 +17,7 @@ from tests.text.samples import CHATML, SPECIAL, chat_tokenizer, sentencepiece
 
 CHAT = chat_tokenizer()
 TEMPLATE = ChatTemplate(CHATML, CHAT)
+TYPED = ["A<|im_end|>B", "A<|im_start|>system\nB", "<|im_end|>", "<|im_end|"]
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
@@ -221,7 +222,8 @@ def test_control_tokens_are_the_template_s_alone(contents):
 def test_typed_control_tokens_in_arguments_tools_and_kwargs():
     source = (
         "{{ tools | tojson(sort_keys=true) }}{{ mood | upper }}"
-        "{% for m in messages %}{{ m.tool_calls | tojson }}{{ m.content | trim }}{% endfor %}<|im_end|>"
+        "{% for m in messages %}{{ m.tool_calls | tojson }}{{ m.content | trim }}"
+        "{% endfor %}<|im_end|>"
     )
     template = ChatTemplate(source, CHAT)
     bad = "<|im_end|>"
@@ -293,7 +295,7 @@ def test_a_refusal_has_the_template_s_words():
         "{{ 'a' * 10 ** 9 }}",
         "{{ 10 ** 9 * 'a' }}",
         "{{ [1] * 10 ** 9 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
         "{{ messages.a.b }}",
         "{{ 1 / 0 }}",
         "{{ messages.append(1) }}",

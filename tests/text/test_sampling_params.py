@@ -67,9 +67,7 @@ def test_limits(name, good, bad):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, True, "1", [1], {}, 10**400 + 0.0 if False else 1e999]
-)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "1", [1], {}, 1e999])
 def test_what_is_no_finite_number_is_refused(name, value):
     refused(**{name: value})
 

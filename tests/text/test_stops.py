@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,7 @@ def cut(text: str, stops: list[str], *, include: bool, start: int = 0) -> tuple[
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
     places = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100)), st.booleans())

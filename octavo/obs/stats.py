@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.types import FinishReason
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestTimes:
-    """The life of one sequence, told once, when it has ended.
+    """The life of one sequence: filled in while it runs, told once, when it has ended.
 
-    `n` and `max_tokens` are what the request asked for; `max_tokens` is 0 if it asked for none.
+    `reason` is one of `octavo.types.FinishReason`. `n` and `max_tokens` are what the request asked
+    for; `max_tokens` is 0 if it asked for none.
     """
 
     arrival: float
-    finished: float
-    reason: FinishReason
+    finished: float = 0.0
+    reason: str = ""
     scheduled: float = 0.0  # first left the queue
     first_token: float = 0.0
     last_token: float = 0.0

@@ -1,0 +1,144 @@
+"""The steps that both generating routes share, from a body to a job, and what answers share.
+
+Not for: what differs between chat and completions.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
+from octavo.server.body import read_object
+from octavo.server.context import (
+    Serving,
+    checked_id,
+    checked_priority,
+    deadline_of,
+    request_id_of,
+)
+from octavo.server.decode import check_names, ignored_header, to_record
+from octavo.server.generation import Job
+from octavo.server.prompts import Prompt
+from octavo.server.refusals import Refusals, refuse_unsupported
+from octavo.server.schema import Generation
+
+Request_ = TypeVar("Request_", bound=Generation)
+
+MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request that has passed all checks which need no engine."""
+
+    serving: Serving
+    arrival: float
+    model: str
+    id: str
+    created: int
+    headers: dict[str, str]
+    deadline: float
+    priority: int
+    cache_salt: str
+
+    def job(self, prompts: list[Prompt], params: SamplingParams, *, silent: bool = False) -> Job:
+        """What goes to the engine."""
+        return Job(
+            id=self.id,
+            prompts=prompts,
+            params=params,
+            arrival=self.arrival,
+            priority=self.priority,
+            deadline=self.deadline,
+            cache_salt=self.cache_salt,
+            silent=silent,
+        )
+
+
+async def read_request(
+    request: Request,
+    serving: Serving,
+    kind: type[Request_],
+    refusals: Refusals,
+) -> tuple[Request_, list[str]]:
+    """The record in a body, and the names of fields that were passed over (lenient mode)."""
+    serving.require_ready()
+    body = await read_object(request, serving.settings.max_body_bytes)
+    ignored = check_names(body, kind, refusals, strict=serving.settings.strict_fields)
+    refuse_unsupported(body, refusals)
+    return to_record(body, kind), ignored
+
+
+def begin(
+    request: Request, serving: Serving, body: Generation, ignored: list[str], prefix: str
+) -> Call:
+    """Check what both routes have in common. Raises InvalidRequest or NotFound."""
+    arrival = time.monotonic()
+    settings = serving.settings
+    model = serving.model_name(body.model)
+    limit = settings.max_request_id_chars
+    if body.request_id is not None:
+        name = checked_id(body.request_id, "request_id", limit)
+    else:
+        name = request_id_of(request.headers, limit) or secrets.token_hex(16)
+    salt = body.cache_salt or ""
+    if len(salt) > MAX_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(salt)} characters; use at most {MAX_SALT_CHARS}.", "cache_salt"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options goes with stream = true only.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs does not go with stream = true.", "prompt_logprobs")
+    return Call(
+        serving=serving,
+        arrival=arrival,
+        model=model,
+        id=f"{prefix}-{name}",
+        created=int(time.time()),
+        headers={"X-Ignored-Params": ignored_header(ignored)} if ignored else {},
+        deadline=deadline_of(request.headers, body.timeout, arrival),
+        priority=checked_priority(body.priority),
+        cache_salt=salt,
+    )
+
+
+def wants_usage(call: Call, body: Generation) -> tuple[bool, bool]:
+    """Whether a stream ends with usage, and whether each of its chunks carries it."""
+    options = body.stream_options
+    at_end = call.serving.settings.force_include_usage
+    if options is None:
+        return at_end, False
+    each = bool(options.include_usage and options.continuous_usage_stats)
+    return at_end or bool(options.include_usage), each
+
+
+def head(call: Call, kind: str) -> dict[str, object]:
+    """The fields that every body and chunk of an answer begins with."""
+    return {
+        "id": call.id,
+        "object": kind,
+        "created": call.created,
+        "model": call.model,
+        "system_fingerprint": call.serving.fingerprint,
+    }
+
+
+def chunk_prefix(call: Call, kind: str) -> bytes:
+    """The first bytes of every event, up to the choice's index."""
+    start = msgspec.json.encode(head(call, kind))
+    return b"data: " + start[:-1] + b',"choices":[{"index":'
+
+
+def finish(response: Response, call: Call) -> Response:
+    """Add the headers of this call."""
+    response.headers.update(call.headers)
+    return response

@@ -1,0 +1,94 @@
+"""`create_app`: the ASGI application, routes as a list and middleware as a list.
+
+Not for: sockets and processes (`run.py`).
+Next file: `chat.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from octavo.errors import OctavoError
+from octavo.server import health, models, openapi, operate
+from octavo.server.chat import chat_completions
+from octavo.server.completions import completions
+from octavo.server.context import Serving
+from octavo.server.engine import Engine
+from octavo.server.errors import on_http_exception, on_octavo_error
+from octavo.server.middleware import Auth, Edge
+from octavo.server.settings import ServerSettings
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+# path, methods, handler
+ROUTES: list[tuple[str, list[str], Handler]] = [
+    ("/v1/chat/completions", ["POST"], chat_completions),
+    ("/v1/completions", ["POST"], completions),
+    ("/v1/models", ["GET"], models.list_models),
+    ("/v1/models/{name:path}", ["GET"], models.show_model),
+    ("/tokenize", ["POST"], models.tokenize),
+    ("/detokenize", ["POST"], models.detokenize),
+    ("/health", ["GET"], health.ready),
+    ("/health/live", ["GET"], health.live),
+    ("/health/ready", ["GET"], health.ready),
+    ("/health/progress", ["GET"], health.progress),
+    ("/ping", ["GET", "POST"], health.ping),
+    ("/load", ["GET"], health.load),
+    ("/version", ["GET"], operate.version),
+    ("/metrics", ["GET"], operate.metrics),
+    ("/server_info", ["GET"], operate.server_info),
+    ("/reset_prefix_cache", ["POST"], operate.reset_prefix_cache),
+    ("/openapi.json", ["GET"], openapi.openapi_json),
+    ("/docs", ["GET"], openapi.docs),
+]
+
+
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> Starlette:
+    """The application over an engine, which may still be loading its model."""
+    settings = settings or ServerSettings()
+    serving = Serving(engine, settings)
+    app = Starlette(
+        routes=[Route(path, handler, methods=methods) for path, methods, handler in ROUTES],
+        middleware=_middleware(serving),
+        exception_handlers={OctavoError: on_octavo_error, HTTPException: on_http_exception},
+    )
+    app.state.serving = serving
+    app.state.openapi = openapi.document(
+        {
+            path: {method.lower(): _summary(handler) for method in methods}
+            for path, methods, handler in ROUTES
+        }
+    )
+    return app
+
+
+def _middleware(serving: Serving) -> list[Middleware]:
+    """From the outside in."""
+    settings = serving.settings
+    stack = [Middleware(Edge, serving)]
+    if settings.allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=("X-Request-Id", "X-Ignored-Params", "Retry-After"),
+        )
+        stack.append(cors)
+    if settings.api_keys:
+        stack.append(Middleware(Auth, settings.api_keys))
+    return stack
+
+
+def _summary(handler: Handler) -> str:
+    return (inspect.getdoc(handler) or "").partition("\n")[0]

@@ -1,0 +1,67 @@
+"""Reading a request's body within its limits, and decoding it without holding up the loop.
+
+Not for: what the body means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from octavo.errors import InvalidRequest, TooLarge
+from octavo.server.decode import parse_object
+from octavo.server.errors import ClientGone
+
+THREAD_FROM = 64 * 1024  # bytes; smaller bodies are decoded faster than a thread is woken
+
+
+async def read_object(request: Request, limit: int) -> dict[str, Any]:
+    """The JSON object that a request carries. Raises InvalidRequest, TooLarge or ClientGone."""
+    check_media(request.headers)
+    data = await read_bytes(request, limit)
+    if len(data) < THREAD_FROM:
+        return parse_object(data)
+    return await asyncio.to_thread(parse_object, data)
+
+
+def check_media(headers: Headers) -> None:
+    """Raises InvalidRequest unless the body is plain JSON in UTF-8."""
+    media = headers.get("content-type", "application/json")
+    kind, *options = (part.strip().lower() for part in media.split(";"))
+    if kind != "application/json":
+        raise InvalidRequest(
+            f"Content-Type is {kind[:80]!r}; send application/json.", "Content-Type"
+        )
+    for option in options:
+        name, _, value = option.partition("=")
+        if name.strip() == "charset" and value.strip(' "') not in ("utf-8", "utf8"):
+            raise InvalidRequest("Content-Type: the charset must be utf-8.", "Content-Type")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise InvalidRequest("Content-Encoding: send the body uncompressed.", "Content-Encoding")
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The whole body, refused as soon as it is known to be larger than `limit` bytes."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"The request body is larger than the limit of {limit} bytes.")

@@ -1,0 +1,224 @@
+"""POST /v1/completions.
+
+Next file: `stream.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
+from octavo.server.answer import Call, begin, chunk_prefix, finish, head, read_request, wants_usage
+from octavo.server.context import Serving, serving_of
+from octavo.server.errors import json_response
+from octavo.server.generation import (
+    Choice,
+    Counter,
+    Job,
+    Usage,
+    check_lengths,
+    deltas,
+    fold,
+    sampling_params,
+)
+from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs_body
+from octavo.server.prompts import Prompt, completion_prompts
+from octavo.server.refusals import COMPLETION_REFUSED
+from octavo.server.schema import CompletionRequest
+from octavo.server.stream import open_stream, until_gone
+from octavo.text.assembler import Delta, TokenLogprob
+from octavo.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+encode = msgspec.json.encode
+
+
+async def completions(request: Request) -> Response:
+    """Continue one prompt or several, at once or as a stream."""
+    serving = serving_of(request)
+    body, ignored = await read_request(request, serving, CompletionRequest, COMPLETION_REFUSED)
+    call = begin(request, serving, body, ignored, "cmpl")
+    params = completion_params(serving, body)
+    prompts = await completion_prompts(serving, body)
+    params.max_tokens = _max_tokens(serving, body, prompts)
+    job = call.job(prompts, params, silent=body.max_tokens == 0)
+    source = deltas(serving.engine, job)
+    if body.stream:
+        settings = serving.settings
+        response = await open_stream(
+            request,
+            source,
+            CompletionChunks(call, body, job),
+            keep_alive=settings.keep_alive_interval,
+            slow_limit=settings.slow_reader_limit,
+        )
+    else:
+        choices, usage = await until_gone(request, fold(source, job))
+        response = json_response(completion_body(call, body, job, choices=choices, usage=usage))
+    return finish(response, call)
+
+
+def completion_params(serving: Serving, body: CompletionRequest) -> SamplingParams:
+    """The settings of a completion request. Raises InvalidRequest."""
+    wanted = body.max_tokens
+    if wanted == 0 and body.min_tokens:
+        raise InvalidRequest("min_tokens does not go with max_tokens = 0.", "min_tokens")
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    params = sampling_params(
+        body,
+        settings=serving.settings,
+        defaults=serving.engine.generation_defaults,
+        max_tokens=1 if wanted == 0 else wanted,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    limits = serving.engine.limits
+    params.check_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
+    return params
+
+
+def _max_tokens(serving: Serving, body: CompletionRequest, prompts: list[Prompt]) -> int:
+    """The number asked for, which must fit; unset, 16 or what is left if that is less."""
+    longest = serving.engine.limits.max_model_len
+    wanted = body.max_tokens
+    least = None if wanted is None else max(1, wanted)
+    check_lengths(prompts, longest, least, "prompt")
+    if least is not None:
+        return least
+    room = longest - max(len(prompt.ids) for prompt in prompts)
+    return min(room, max(DEFAULT_MAX_TOKENS, body.min_tokens or 0))
+
+
+def completion_body(
+    call: Call, body: CompletionRequest, job: Job, *, choices: list[Choice], usage: Usage
+) -> dict[str, Any]:
+    """The whole answer."""
+    return {
+        **head(call, "text_completion"),
+        "choices": [
+            _choice_body(call, body, job, index, choice) for index, choice in enumerate(choices)
+        ],
+        "usage": usage.body(),
+    }
+
+
+def _choice_body(
+    call: Call, body: CompletionRequest, job: Job, index: int, choice: Choice
+) -> dict[str, Any]:
+    prompt, tokenizer = job.prompt_of(index), call.serving.engine.tokenizer
+    text = "".join(choice.texts)
+    made: dict[str, Any] = {
+        "index": index,
+        "text": prompt_text(prompt, tokenizer) + text if body.echo else text,
+        "logprobs": None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if body.logprobs is not None:
+        writer = CompletionLogprobs(as_ids=bool(body.return_tokens_as_token_ids))
+        tokens = writer.generated(choice.logprobs)
+        if body.echo:
+            tokens = _echoed(writer, prompt, choice.prompt_logprobs, tokenizer) + tokens
+        made["logprobs"] = writer.write(tokens)
+    if body.prompt_logprobs is not None:
+        made["prompt_logprobs"] = prompt_logprobs_body(choice.prompt_logprobs)
+    if body.return_token_ids:
+        made["token_ids"] = choice.token_ids
+        made["prompt_token_ids"] = prompt.ids
+    return made
+
+
+def prompt_text(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """The prompt as it was sent, or as its ids read; special tokens in ids are shown."""
+    if prompt.text is not None:
+        return prompt.text
+    return tokenizer.decode(prompt.ids, skip_special_tokens=False)
+
+
+def _echoed(
+    writer: CompletionLogprobs,
+    prompt: Prompt,
+    entries: list[TokenLogprob | None] | None,
+    tokenizer: Tokenizer,
+) -> list[tuple[str, TokenLogprob | None]]:
+    known = entries if entries is not None else [None] * len(prompt.ids)
+    return writer.prompt(prompt.ids, known, tokenizer)
+
+
+class CompletionChunks:
+    """Events of a streamed completion; an echoed prompt is the first event of its choice."""
+
+    def __init__(self, call: Call, body: CompletionRequest, job: Job) -> None:
+        self._call = call
+        self._body = body
+        self._job = job
+        self._prefix = chunk_prefix(call, "text_completion")
+        self._opened = [False] * job.num_choices
+        self._counter = Counter(job)
+        self._usage_at_end, self._usage_each = wants_usage(call, body)
+        self._ids = bool(body.return_token_ids)
+        self._detailed = self._ids or body.logprobs is not None
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._writers = [CompletionLogprobs(as_ids=as_ids) for _ in self._opened]
+
+    def write(self, index: int, delta: Delta) -> bytes:
+        """Events of a delta, the echoed prompt first."""
+        self._counter.count(index, delta)
+        opening = b""
+        if not self._opened[index]:
+            self._opened[index] = True
+            opening = self._open(index, delta)
+        if not (delta.text or delta.finish_reason or (self._detailed and delta.token_ids)):
+            return opening
+        parts = [self._prefix, b"%d" % index, b',"text":', encode(delta.text)]
+        if delta.logprobs:
+            writer = self._writers[index]
+            lists = writer.write(writer.generated(delta.logprobs))
+            parts += (b',"logprobs":', encode(lists))
+        else:
+            parts.append(b',"logprobs":null')
+        if self._ids:
+            parts += (b',"token_ids":', encode(delta.token_ids))
+        if delta.finish_reason is None:
+            parts.append(b',"finish_reason":null}]')
+        else:
+            parts += (b',"finish_reason":', encode(delta.finish_reason))
+            parts += (b',"stop_reason":', encode(delta.stop_reason), b"}]")
+        return opening + self._end(parts)
+
+    def usage(self) -> bytes:
+        """The last chunk, without choices."""
+        if not self._usage_at_end:
+            return b""
+        usage = self._counter.usage.body()
+        last = {**head(self._call, "text_completion"), "choices": [], "usage": usage}
+        return b"data: " + encode(last) + b"\n\n"
+
+    def _open(self, index: int, delta: Delta) -> bytes:
+        if not (self._body.echo or self._ids):
+            return b""
+        prompt, tokenizer = self._job.prompt_of(index), self._call.serving.engine.tokenizer
+        text = prompt_text(prompt, tokenizer) if self._body.echo else ""
+        parts = [self._prefix, b"%d" % index, b',"text":', encode(text)]
+        if self._body.echo and self._body.logprobs is not None:
+            writer = self._writers[index]
+            tokens = _echoed(writer, prompt, delta.prompt_logprobs, tokenizer)
+            parts += (b',"logprobs":', encode(writer.write(tokens)))
+        if self._ids:
+            parts += (b',"prompt_token_ids":', encode(prompt.ids))
+        parts.append(b',"finish_reason":null}]')
+        return self._end(parts)
+
+    def _end(self, parts: list[bytes]) -> bytes:
+        if self._usage_each:
+            parts += (b',"usage":', encode(self._counter.usage.body()))
+        parts.append(b"}\n\n")
+        return b"".join(parts)

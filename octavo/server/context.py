@@ -1,0 +1,112 @@
+"""What handlers share: the engine, the settings, and the checks that come before any work.
+
+Not for: routes (`app.py`) or bodies (`decode.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from octavo import __version__
+from octavo.errors import EngineDead, InvalidRequest, NotFound
+from octavo.server.decode import shorten
+from octavo.server.engine import Engine
+from octavo.server.errors import UnavailableError
+from octavo.server.settings import ServerSettings
+
+MAX_PRIORITY = 2**31
+
+
+@dataclass(slots=True)
+class Serving:
+    """One engine behind HTTP. `in_flight` counts generating requests, for /load."""
+
+    engine: Engine
+    settings: ServerSettings
+    in_flight: int = 0
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells builds apart: two answers with one fingerprint came from the same code."""
+        return f"octavo-{__version__}"
+
+    def require_ready(self) -> None:
+        """Raises EngineDead or UnavailableError unless requests can be taken."""
+        health = self.engine.health
+        if not health.alive:
+            raise EngineDead("The engine is not running.")
+        if not health.ready:
+            detail = f" ({health.detail})" if health.detail else ""
+            raise UnavailableError(
+                f"The engine does not take requests now: {health.phase}{detail}.",
+                self.settings.loading_retry_after,
+            )
+
+    def model_name(self, wanted: str | None) -> str:
+        """The name that answers carry. Raises NotFound for a model that is not served."""
+        names = self.engine.model_names
+        if wanted is not None and wanted not in names:
+            raise NotFound(
+                f"The model `{shorten(wanted)}` does not exist. Served here: {', '.join(names)}.",
+                "model",
+            )
+        return names[0]
+
+
+def serving_of(request: Request) -> Serving:
+    """The application's `Serving`."""
+    serving = request.app.state.serving
+    assert isinstance(serving, Serving)
+    return serving
+
+
+def request_id_of(headers: Mapping[str, str], limit: int) -> str | None:
+    """The caller's `X-Request-Id`, if it sent one. Raises InvalidRequest if it cannot be echoed."""
+    value = headers.get("x-request-id")
+    if value is None or value == "":
+        return None
+    return checked_id(value, "X-Request-Id", limit)
+
+
+def checked_id(value: str, name: str, limit: int) -> str:
+    """An id of 1 to `limit` printable ASCII characters without spaces."""
+    if len(value) > limit:
+        raise InvalidRequest(f"{name} has {len(value)} characters; use at most {limit}.", name)
+    if not value or not all("!" <= letter <= "~" for letter in value):
+        raise InvalidRequest(f"{name} must be printable ASCII without spaces.", name)
+    return value
+
+
+def deadline_of(headers: Mapping[str, str], timeout: float | None, arrival: float) -> float:
+    """The moment by which the answer must be complete, 0 for none.
+
+    The header `X-Request-Deadline-Ms` (milliseconds) and the field `timeout` (seconds) both count
+    from arrival; the earlier one holds.
+    """
+    limits: list[float] = []
+    if (text := headers.get("x-request-deadline-ms")) is not None:
+        if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0):
+            raise InvalidRequest(
+                f"X-Request-Deadline-Ms = {shorten(text)} is not a positive whole number.",
+                "X-Request-Deadline-Ms",
+            )
+        limits.append(int(text) / 1000)
+    if timeout is not None:
+        if not 0 < timeout <= 1e9:
+            raise InvalidRequest(f"timeout = {timeout} must be above 0 seconds.", "timeout")
+        limits.append(timeout)
+    return arrival + min(limits) if limits else 0.0
+
+
+def checked_priority(priority: int | None) -> int:
+    """The priority, 0 if unset."""
+    if priority is None:
+        return 0
+    if not -MAX_PRIORITY <= priority < MAX_PRIORITY:
+        raise InvalidRequest(f"priority = {priority} must fit 32 bits.", "priority")
+    return priority

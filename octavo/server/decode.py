@@ -1,0 +1,131 @@
+"""Bytes of a body to a request record, strictly.
+
+The rules: UTF-8 without a byte order mark, one JSON object, no NaN or Infinity, numbers within
+64 bit or double range, no half surrogate pairs, no NUL, at most about a thousand levels deep. Of
+a key given twice the last value counts. Unknown fields are refused with the nearest known name, or
+listed if the operator wants leniency. Not for: the meaning of values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+# `"name": number`, to say which field holds a number that is none. Only for error texts.
+_NUMBER = re.compile(rb'"([^"\\]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9][0-9.eE+-]*))')
+_SEARCHED = 2**20  # bytes of a refused body that are searched for the culprit
+_PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
+_MAX_SHOWN = 8  # names in a message
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`. Raises InvalidRequest."""
+    if not body.strip():
+        raise InvalidRequest("The request body is empty; send a JSON object.")
+    if body[:3] == b"\xef\xbb\xbf":
+        raise InvalidRequest("The request body begins with a byte order mark; leave it out.")
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.") from None
+    except msgspec.MsgspecError as error:  # not JSON, or a number out of range
+        name = _culprit(body)
+        where = f" The value of {name} is not a number that can be used." if name else ""
+        raise InvalidRequest(f"The request body cannot be read: {error}.{where}", name) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"The request body must be a JSON object, not {_json_name(value)}.")
+    if b"\\u0000" in body:
+        _refuse_nul(value)
+    return value
+
+
+def to_record(body: Mapping[str, Any], kind: type[Record]) -> Record:
+    """The record that `body` holds. Raises InvalidRequest that names the field."""
+    try:
+        return msgspec.convert(body, kind)
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        message = str(error)
+        match = _PATH.search(message)
+        path = match.group(2) if match else ""
+        reason = message[: match.start()] if match else message
+        field = re.split(r"[.\[]", path)[0] or None
+        if field is None and (missing := re.search(r"missing required field `(\w+)`", reason)):
+            field = missing.group(1)
+        raise InvalidRequest(f"{path or 'Request body'}: {reason}.", field) from None
+
+
+def check_names(
+    body: Mapping[str, Any], kind: type[msgspec.Struct], refused: Iterable[str], *, strict: bool
+) -> list[str]:
+    """Names in `body` that nobody knows. Raises InvalidRequest for them if `strict`."""
+    known = field_names(kind)
+    unknown = [name for name in body if name not in known and name not in refused]
+    if unknown and strict:
+        name = unknown[0]
+        near = difflib.get_close_matches(name[:64], [*known, *refused], n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "GET /docs lists all fields."
+        raise InvalidRequest(f"{shorten(name)} is not a known field; {hint}", shorten(name))
+    return [shorten(name) for name in unknown]
+
+
+@cache
+def field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """The names of a record's fields."""
+    return frozenset(kind.__struct_fields__)
+
+
+def ignored_header(names: list[str]) -> str:
+    """Value of `X-Ignored-Params`: names in printable ASCII, the first few."""
+    shown = [re.sub(r"[^\x21-\x2b\x2d-\x7e]", "?", name) for name in names[:_MAX_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f", and {more} more" if more else "")
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """The text, cut to fit a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _culprit(body: bytes) -> str | None:
+    for match in _NUMBER.finditer(body[:_SEARCHED]):
+        digits = match.group(2)
+        try:
+            number = float(digits)
+        except ValueError:
+            continue
+        if not math.isfinite(number) or len(digits) > 300:
+            return match.group(1).decode("utf-8", "replace")
+    return None
+
+
+def _json_name(value: object) -> str:
+    names = {list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _refuse_nul(body: dict[str, Any]) -> None:
+    for name, value in body.items():
+        if _has_nul(name) or _has_nul(value):
+            raise InvalidRequest(f"{shorten(name)} holds a NUL character; leave it out.", name)
+
+
+def _has_nul(value: object) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any(_has_nul(key) or _has_nul(item) for key, item in value.items())
+    if isinstance(value, list):
+        return any(_has_nul(item) for item in value)
+    return False

@@ -1,0 +1,86 @@
+"""Fields that clients know and this server cannot honour: refused by name, never passed over.
+
+Each has values that ask for nothing, such as `best_of: 1`; those are accepted. Not for: unknown
+fields (`decode.py`) or wrong values of fields that are supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from octavo.errors import InvalidRequest
+
+_STRUCTURED = "constrained output is not built yet; leave it out and check the answer yourself"
+_OLD_GUIDED = "it was replaced by structured_outputs, and " + _STRUCTURED
+_TOOLS = "tool calls are not built yet; leave it out"
+_TEXT_ONLY = "this model takes and gives text only; leave it out"
+
+# name: (values that ask for nothing, what to do about any other)
+Refusals: TypeAlias = Mapping[str, tuple[tuple[object, ...], str]]
+
+_COMMON: Refusals = {
+    "best_of": ((1,), "it was removed; use n and choose yourself"),
+    "use_beam_search": ((False,), "there is no beam search; use n with a temperature"),
+    "length_penalty": ((1, 1.0), "it belongs to beam search, which there is none of"),
+    "early_stopping": ((False,), "it belongs to beam search, which there is none of"),
+    "structured_outputs": ((), _STRUCTURED),
+    "guided_json": ((), _OLD_GUIDED),
+    "guided_regex": ((), _OLD_GUIDED),
+    "guided_choice": ((), _OLD_GUIDED),
+    "guided_grammar": ((), _OLD_GUIDED),
+    "guided_json_object": ((False,), _OLD_GUIDED),
+    "guided_decoding_backend": ((), _OLD_GUIDED),
+    "guided_whitespace_pattern": ((), _OLD_GUIDED),
+    "regex": ((), "use of regular expressions is not built yet; leave it out"),
+    "json_schema": ((), _STRUCTURED),
+    "ebnf": ((), _STRUCTURED),
+    "response_format": (({"type": "text"},), _STRUCTURED),
+    "logits_processors": (([],), "code in requests is not run; use logit_bias"),
+    "prompt_embeds": ((), "send text or token ids as prompt"),
+    "kv_transfer_params": (({},), "caches are not moved between servers; leave it out"),
+    "vllm_xargs": (({},), "there are no extra arguments; leave it out"),
+    "mm_processor_kwargs": (({},), _TEXT_ONLY),
+    "media_io_kwargs": (({},), _TEXT_ONLY),
+    "repetition_detection": ((), "it is not built; use frequency_penalty"),
+    "watermarking": ((False,), "there is no watermark; leave it out"),
+    "stream_interval": ((1,), "each token is sent at once; leave it out"),
+    "return_prompt_text": ((False,), "use echo in /v1/completions, or /detokenize"),
+    "thinking_token_budget": ((), "reasoning is not told apart yet; use max_tokens"),
+    "skip_reading_prefix_cache": ((False,), "use cache_salt for a cache of your own"),
+    "deterministic": ((False,), "it is not built yet; set seed, or temperature 0"),
+    "lora_path": ((), "adapters are not supported yet; leave it out"),
+}
+_CHAT: Refusals = {
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none", "auto"), _TOOLS),
+    "documents": (([],), "put documents into the messages"),
+    "audio": ((), _TEXT_ONLY),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "web_search_options": ((), "this server does not search; leave it out"),
+    "verbosity": (("medium",), "ask for a short or long answer in a message"),
+    "echo": ((False,), "use /v1/completions with echo"),
+    "suffix": (("",), "use /v1/completions; filling in the middle is not supported there either"),
+}
+_COMPLETION: Refusals = {
+    "suffix": (("",), "filling in the middle is not supported by this model; leave it out"),
+}
+CHAT_REFUSED = {**_COMMON, **_CHAT}
+COMPLETION_REFUSED = {**_COMMON, **_COMPLETION}
+
+
+def refuse_unsupported(body: Mapping[str, Any], table: Refusals) -> None:
+    """Raises InvalidRequest for the first field of `table` that asks for something."""
+    for name in body.keys() & table.keys():
+        value = body[name]
+        harmless, remedy = table[name]
+        if value is None or any(_same(value, one) for one in harmless):
+            continue
+        raise InvalidRequest(f"{name} is not supported here: {remedy}.", name)
+
+
+def _same(value: object, other: object) -> bool:
+    """Equality that does not take `True` for 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,0 +1,130 @@
+"""Request records of the API: names, types and nothing else.
+
+A field that is absent or null is unset. Types are strict: no text for a number, no boolean for an
+integer. What a value may be is checked where it is used; fields that are known but cannot be
+honoured stand in `refusals.py`. The OpenAPI document is made of these records.
+Next file: `decode.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+Ids = list[int]
+
+
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; none is sent
+
+
+class Generation(Struct, kw_only=True):
+    """Fields that both generating routes have."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: Annotated[float | None, Meta(description="0 is greedy; 0 to 100")] = None
+    top_p: float | None = None
+    top_k: Annotated[int | None, Meta(description="0 or -1 is off")] = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[str, float] | None, Meta(description="token id as text to a bias, -100 to 100")
+    ] = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: Ids | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[
+        int | None, Meta(description="keep so many prompt tokens; -1 is what fits the context")
+    ] = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Annotated[int | None, Meta(description="lower is served first")] = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout: Annotated[
+        float | None, Meta(description="seconds in which the answer must be complete, else 504")
+    ] = None
+    # These change no output and are accepted for the sake of clients that send them.
+    user: str | None = None
+    session_id: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class ChatRequest(Generation, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Annotated[
+        int | None, Meta(description="wins over max_tokens; unset: what is left of the context")
+    ] = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="handed to the chat template as an argument")
+    ] = None
+    include_reasoning: bool | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None  # a hint for speed, which may be passed over
+
+
+class CompletionRequest(Generation, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    # Text, list of texts, list of ids, or list of lists of ids; told apart in `prompts.py`.
+    prompt: Annotated[
+        str | list[Any], Meta(description="text, list of texts, token ids, or list of token ids")
+    ]
+    logprobs: Annotated[int | None, Meta(description="alternatives for each token")] = None
+    echo: bool | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of POST /tokenize: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: Ids
+    model: str | None = None

@@ -31,7 +31,7 @@ class UnavailableError(ServerError):
         self.retry_after = retry_after
 
 
-class ClientGone(Exception):  # noqa: N818 - an event, not an error
+class ClientGone(Exception):
     """The client closed the connection or stopped reading; there is nobody to answer."""
 
 

@@ -28,7 +28,7 @@ _TEXTS = {
 }
 
 
-class _Refused(Exception):  # noqa: N818 - goes through the parser, never out of here
+class _Refused(Exception):
     """Stops the parser."""
 
 

@@ -194,7 +194,7 @@ class EngineArgs(Record):
 
     attention_backend: str = option(
         "auto",
-        "attention implementation; the choice and its reason are printed at start",
+        "auto, native (C++) or sdpa (plain torch); the choice and its reason are printed",
         group="Execution",
     )
     kernels: str = option(

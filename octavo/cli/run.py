@@ -7,7 +7,6 @@ One prompt prints its text, several print one JSON object a line. Not for: conve
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.llm import LLM
 
-    llm = LLM(**dataclasses.asdict(options))
+    llm = LLM.from_engine_args(options)
     own = structs.asdict(llm.get_default_sampling_params())
     defaults = {**own, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_flags(args)}
     params = [_params(SamplingParams, {**defaults, **extra}) for _, extra in items]

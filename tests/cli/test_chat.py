@@ -17,6 +17,7 @@ from octavo.cli.chat import Conversation
 from octavo.cli.chat_sources import Message, server_source
 from octavo.cli.main import main
 from octavo.errors import ClientError, EngineDead, ServerError
+from octavo.options import EngineArgs
 
 
 class Fake(http.server.BaseHTTPRequestHandler):
@@ -163,10 +164,12 @@ def test_a_broken_answer_keeps_what_came(error: BaseException) -> None:
 class FakeLLM:
     """Stands in for `octavo.llm.LLM`: answers with the prompt in capitals."""
 
-    made: list[dict[str, Any]] = []  # noqa: RUF012 - replaced by each test
+    made: list[EngineArgs] = []  # noqa: RUF012 - replaced by each test
 
-    def __init__(self, **options: Any) -> None:
-        self.made.append(options)
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> FakeLLM:
+        cls.made.append(args)
+        return cls()
 
     def get_default_sampling_params(self) -> Any:
         from octavo.sampling_params import SamplingParams
@@ -199,7 +202,7 @@ def test_run_prints_text_for_one_prompt(
 ) -> None:
     assert main(["run", "hello", "--model", "folder", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "HELLO 0 256\n"
-    assert llm.made[0]["model"] == "folder"
+    assert llm.made[0].model == "folder"
     assert main(["run", "--chat", "hello"]) == 0
     assert capsys.readouterr().out == "<HELLO> 0.5 256\n"
 

@@ -34,7 +34,7 @@ from octavo.text.tokenizer import THREAD_FROM, Tokenizer
 __all__ = ["ChatTemplate", "RenderedPrompt", "validate_messages"]
 
 MAX_LOOP_STEPS = 1_000_000  # of one rendering
-MAX_SECONDS = 2.0  # of one rendering
+MAX_SECONDS = 2.0  # of processor time of one rendering
 MAX_PRODUCT = 1_000_000  # length of a repeated text, digits of a power
 
 _BUDGET = "octavo_budget"
@@ -239,13 +239,13 @@ class _Budget:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._deadline = time.thread_time() + MAX_SECONDS
 
     def spend(self) -> None:
         self._steps += 1
         if self._steps > MAX_LOOP_STEPS:
             raise _RefusedError(f"The chat template took more than {MAX_LOOP_STEPS} steps.")
-        if self._steps % 256 == 0 and time.monotonic() > self._deadline:
+        if self._steps % 256 == 0 and time.thread_time() > self._deadline:
             raise _RefusedError(f"The chat template took more than {MAX_SECONDS:g} seconds.")
 
 

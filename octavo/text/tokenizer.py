@@ -65,7 +65,14 @@ class Tokenizer:
         if add_bos is None:
             add_bos = bos_id is not None and bos_id in backend.encode("").ids[:1]
         self.add_bos = add_bos and bos_id is not None
-        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else None
+        self._more_special = any(
+            token in self.special_ids and not info.special for token, info in added.items()
+        )
+        self._prepends_once = any(
+            step["type"] == "Metaspace" and step.get("prepend_scheme") == "first"
+            for step in _steps(_record(backend.pre_tokenizer))
+        )
+        decoder = _steps(_record(backend.decoder))
         kind = _kind(decoder, name)
         self.strips_space = _strips_space(decoder) or kind == "words"
         self.bytes_table = _bytes_table(backend, added, kind)
@@ -78,7 +85,6 @@ class Tokenizer:
         self.visible_texts = [
             "" if token in skipped else text for token, text in enumerate(self.texts)
         ]
-        self._longest = max(map(len, self.bytes_table), default=1)
         self._specials = {
             info.content: (token, info)
             for token, info in added.items()
@@ -88,6 +94,8 @@ class Tokenizer:
         words = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._plain: dict[bool, tokenizers.Tokenizer] = {}
+        eats = any(info.lstrip or info.rstrip for _, info in self._specials.values())
+        self._reach = 0 if eats else _reach(backend, self.bytes_table, kind)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
@@ -113,10 +121,7 @@ class Tokenizer:
         begins with it already.
         """
         _check_text(text)
-        if len(text) < THREAD_FROM:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        else:  # the batch form frees the interpreter while it works
-            ids = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        ids = _run(self.backend, text)
         if (
             add_special_tokens
             and self.add_bos
@@ -138,8 +143,7 @@ class Tokenizer:
         `inside` says that other tokens come before, so that no first-word space is added.
         """
         _check_text(text)
-        ids: list[int] = self._plain_backend(inside).encode(text, add_special_tokens=False).ids
-        return ids
+        return _run(self._plain_backend(inside), text)
 
     def encode_guarded(self, text: str, restore: Callable[[str], str]) -> list[int]:
         """Token ids of a text in which only the special tokens that it shows now are special.
@@ -169,10 +173,9 @@ class Tokenizer:
     def at_least(self, text: str) -> int:
         """A number of tokens that `text` has at least, in far less time than encoding takes.
 
-        For refusing what cannot fit. A quarter of the bytes are allowed for normalizers, which
-        may make a text shorter.
+        For refusing what cannot fit; 0 where nothing can be said.
         """
-        return len(text) // (4 * self._longest)
+        return len(text) // self._reach if self._reach else 0
 
     def _split(self, text: str) -> Iterable[int | str]:
         """Ids of special tokens and the texts between them."""
@@ -189,13 +192,18 @@ class Tokenizer:
 
     def _plain_backend(self, inside: bool) -> tokenizers.Tokenizer:
         """A copy in which special tokens are text; made when first wanted, a tenth of a second."""
+        inside = inside and self._prepends_once
         if inside not in self._plain:
-            record = json.loads(self.backend.to_str())
-            for entry in record["added_tokens"]:
-                entry["special"] = entry["id"] in self.special_ids
-            if inside:
-                _never_prepend(record.get("pre_tokenizer") or {})
-            copy = tokenizers.Tokenizer.from_str(json.dumps(record))
+            text = self.backend.to_str()
+            if inside or self._more_special:
+                record = json.loads(text)
+                for entry in record["added_tokens"]:
+                    entry["special"] = entry["id"] in self.special_ids
+                for step in _steps(record["pre_tokenizer"]) if inside else ():
+                    if step["type"] == "Metaspace":
+                        step["prepend_scheme"] = "never"
+                text = json.dumps(record)
+            copy = tokenizers.Tokenizer.from_str(text)
             copy.encode_special_tokens = True
             self._plain[inside] = copy
         return self._plain[inside]
@@ -244,16 +252,31 @@ def _check_text(text: str) -> None:
         ) from None
 
 
-def _parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a decoder, in order."""
-    if decoder is None:
+def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    if len(text) < THREAD_FROM:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    else:  # the batch form frees the interpreter while it works
+        ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+def _record(component: Any) -> dict[str, Any] | None:
+    """A part of a backend in its file form."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _steps(record: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a decoder, normalizer or pre-tokenizer, in order."""
+    if record is None:
         return []
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return list(steps)
+    if record["type"] != "Sequence":
+        return [record]
+    inner = next(value for key, value in record.items() if key != "type")
+    return [step for part in inner for step in _steps(part)]
 
 
-def _kind(decoder: dict[str, Any] | None, name: str) -> _Kind:
-    types = [part["type"] for part in _parts(decoder)]
+def _kind(decoder: list[dict[str, Any]], name: str) -> _Kind:
+    types = [step["type"] for step in decoder]
     if "ByteLevel" in types:
         return "bytes"
     if "Metaspace" in types or "Replace" in types:
@@ -266,21 +289,36 @@ def _kind(decoder: dict[str, Any] | None, name: str) -> _Kind:
     )
 
 
-def _strips_space(decoder: dict[str, Any] | None) -> bool:
+def _strips_space(decoder: list[dict[str, Any]]) -> bool:
     """True if the decoder takes one space from the front of a text."""
-    for part in _parts(decoder):
-        if part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
+    for step in decoder:
+        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
             return True
-        if part["type"] == "Strip" and part["content"] == " " and part["start"] > 0:
+        if step["type"] == "Strip" and step["content"] == " " and step["start"] > 0:
             return True
     return False
 
 
-def _never_prepend(pre_tokenizer: dict[str, Any]) -> None:
-    """Turn off the space that a Metaspace step puts before the first word only."""
-    for step in (pre_tokenizer, *pre_tokenizer.get("pretokenizers", ())):
-        if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
-            step["prepend_scheme"] = "never"
+def _reach(backend: tokenizers.Tokenizer, table: list[bytes], kind: _Kind) -> int:
+    """How many characters a token stands for at most; 0 if that is not known.
+
+    It is not where unknown characters melt into one token or where some are dropped. Normalizers
+    make a text shorter by a factor of 4 at most, as far as they are known.
+    """
+    steps = _steps(_record(backend.normalizer)), _steps(_record(backend.pre_tokenizer))
+    types = {step["type"] for step in steps[0]}
+    squeezes = any(
+        step["type"] == "Replace" and len(step["pattern"].get("String", "any")) > 1
+        for step in steps[0]
+    )
+    drops = any(
+        step["type"].startswith("Whitespace") or step.get("behavior") == "Removed"
+        for step in steps[1]
+    )
+    falls_back = kind == "bytes" or {bytes([byte]) for byte in range(128, 256)} <= set(table)
+    if drops or squeezes or not falls_back or not types <= {"NFC", "NFKC", "Prepend", "Replace"}:
+        return 0
+    return max(map(len, table), default=0) * (4 if types else 1)
 
 
 def byte_letters() -> dict[str, int]:

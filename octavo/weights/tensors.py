@@ -43,7 +43,8 @@ def read_tensor(
 
     Slices have no step; a vector has rows only. Without `dtype` plain encodings keep theirs and
     block formats become float32. Block formats are rounded once, from float32. The result is
-    contiguous and owns its memory. Raises CheckpointError if the file is gone or shorter than its header said.
+    contiguous and owns its memory. Raises CheckpointError if the file is gone or shorter than its
+    header said.
     """
     assert columns is None or len(entry.shape) > 1, "a vector has no columns"
     first, last = _bounds(rows, entry.shape[0]) if entry.shape else (0, 1)

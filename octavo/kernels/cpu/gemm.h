@@ -1,0 +1,211 @@
+// y = x w^T for weights packed in panels of 32 output columns.
+//
+// A panel is [steps][32][kStep] values, 128 bytes a step: with bf16 a step is a pair of neighbours
+// along K, with f32 one value. N and K are padded with zeros. Each output is one chain of sums
+// over K in rising order, whatever the number of rows: results do not depend on the batch.
+// Next file: rows.h.
+#pragma once
+
+#include "pool.h"
+
+namespace oct {
+
+constexpr int kPanel = 32;      // columns
+constexpr int kTileRows = 12;   // most rows of a register tile: 12 x 2 sums
+constexpr int kMaxGroup = 16;   // most panels of one work item
+
+static inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
+// A row length, in values, whose cache lines spread over all sets.
+template <class D>
+static inline long padded(long values) {
+  const long lines = ceil_div(values * (long)sizeof(typename D::T), kLine) | 1;
+  return lines * kLine / (long)sizeof(typename D::T);
+}
+
+struct Matrix {
+  const char* data;
+  int rows;     // N
+  int columns;  // K
+  int panels;
+  int steps;
+  long panel_bytes;
+  const char* panel(int i) const { return data + i * panel_bytes; }
+};
+
+template <class D>
+static inline Matrix matrix(const void* data, int rows, int columns) {
+  Matrix w;
+  w.data = (const char*)data;
+  w.rows = rows;
+  w.columns = columns;
+  w.panels = (int)ceil_div(rows, kPanel);
+  w.steps = (int)ceil_div(columns, D::kStep);
+  w.panel_bytes = (long)w.steps * 128;
+  return w;
+}
+
+template <class D>
+static void pack(const typename D::T* source, long stride, int rows, int columns, void* packed) {
+  typedef typename D::T T;
+  const Matrix w = matrix<D>(packed, rows, columns);
+  for (int p = 0; p < w.panels; ++p) {
+    T* out = (T*)w.panel(p);
+    for (int s = 0; s < w.steps; ++s) {
+      for (int c = 0; c < kPanel; ++c) {
+        const int row = p * kPanel + c;
+        for (int i = 0; i < D::kStep; ++i, ++out) {
+          const int k = s * D::kStep + i;
+          *out = row < rows && k < columns ? source[row * stride + k] : T(0);
+        }
+      }
+    }
+  }
+}
+
+// Row `row` of a packed matrix, as an embedding needs it.
+template <class D>
+static void unpack_row(const Matrix& w, int row, typename D::T* out) {
+  typedef typename D::T T;
+  const char* in = w.panel(row / kPanel) + (row % kPanel) * D::kStep * sizeof(T);
+  const int whole = w.columns / D::kStep;
+  for (int s = 0; s < whole; ++s, in += 128) {
+    std::memcpy(out + s * D::kStep, in, D::kStep * sizeof(T));
+  }
+  if (whole < w.steps) out[whole * D::kStep] = *(const T*)in;
+}
+
+// R rows x one panel. Prefetches 128 bytes a step from `next`.
+template <class D, int R>
+static void tile(const typename D::T* x, long stride, const char* panel, int steps, float* sums,
+                 int sums_stride, const char* next) {
+  V16 sum[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+  for (int s = 0; s < steps; ++s) {
+    const V16 b0 = D::raw(panel), b1 = D::raw(panel + 64);
+    _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + 64, _MM_HINT_T0);
+    panel += 128;
+    next += 128;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const V16 a = D::broadcast(x + r * stride);
+      sum[r][0] = D::mad(sum[r][0], a, b0);
+      sum[r][1] = D::mad(sum[r][1], a, b1);
+    }
+    x += D::kStep;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    _mm512_storeu_ps(sums + r * sums_stride, sum[r][0]);
+    _mm512_storeu_ps(sums + r * sums_stride + 16, sum[r][1]);
+  }
+}
+
+template <class D>
+static inline void any_tile(int rows, const typename D::T* x, long stride, const char* panel,
+                            int steps, float* sums, int sums_stride, const char* next) {
+  switch (rows) {
+#define OCT_TILE(R) \
+  case R: return tile<D, R>(x, stride, panel, steps, sums, sums_stride, next);
+    OCT_TILE(1) OCT_TILE(2) OCT_TILE(3) OCT_TILE(4) OCT_TILE(5) OCT_TILE(6)
+    OCT_TILE(7) OCT_TILE(8) OCT_TILE(9) OCT_TILE(10) OCT_TILE(11) OCT_TILE(12)
+#undef OCT_TILE
+  }
+}
+
+constexpr long kAhead = 4096;  // bytes between a load and its prefetch while a panel streams in
+
+// Rows [first, last) of x against `count` panels: done(row, rows, sums, stride) gets each tile.
+// `after` is where this thread will probably read next.
+template <class D, class Done>
+static inline void multiply(const typename D::T* x, long stride, int first, int last,
+                            const Matrix& w, const int* panels, int count, const char* after,
+                            Done&& done) {
+  alignas(64) float sums[kTileRows * kPanel * kMaxGroup];
+  const int width = count * kPanel;
+  const int tiles = (int)ceil_div(last - first, kTileRows);
+  int row = first;
+  for (int t = 0; t < tiles; ++t) {
+    const int rows = (last - row + (tiles - t) - 1) / (tiles - t);
+    for (int p = 0; p < count; ++p) {
+      const char* panel = w.panel(panels[p]);
+      const char* next;
+      if (tiles == 1) {
+        next = panel + kAhead;
+      } else if (t == 0) {
+        next = after + p * w.panel_bytes;
+      } else {
+        next = (const char*)(x + (t + 1 < tiles ? row + rows : first) * stride);
+      }
+      any_tile<D>(rows, x + row * stride, stride, panel, w.steps, sums + p * kPanel, width, next);
+    }
+    done(row, rows, sums, width);
+    row += rows;
+  }
+}
+
+// How a product is cut into work items.
+struct Cut {
+  int group;   // panels of an item
+  int groups;
+  int blocks;  // of rows
+  int items;
+};
+
+static inline Cut cut(int panels, int rows, int threads, int align = 1) {
+  Cut c;
+  c.group = rows <= kTileRows ? 1 : 3;
+  if (c.group % align) c.group = (int)ceil_div(c.group, align) * align;
+  while (c.group > align && ceil_div(panels, c.group) < 2 * threads) --c.group;
+  if (c.group % align) c.group = align;
+  c.groups = (int)ceil_div(panels, c.group);
+  c.blocks = (int)ceil_div(rows, 16 * kTileRows);
+  c.items = c.groups * c.blocks;
+  return c;
+}
+
+static inline int block_start(int rows, int blocks, int i) { return (int)((long)rows * i / blocks); }
+
+// The whole product as one phase; done(row, rows, column, columns, sums, stride).
+template <class D, class Done>
+static inline void product(Team& team, const typename D::T* x, long stride, int rows,
+                           const Matrix& w, Done&& done, const char* upcoming = nullptr) {
+  const Cut c = cut(w.panels, rows, team.size);
+  team.run(
+      c.items, false,
+      [&](int item) {
+        const int first = item / c.blocks * c.group;
+        const int count = std::min(c.group, w.panels - first);
+        int panels[kMaxGroup];
+        for (int p = 0; p < count; ++p) panels[p] = first + p;
+        const int block = item % c.blocks;
+        const int column = first * kPanel;
+        const int columns = std::min(count * kPanel, w.rows - column);
+        multiply<D>(x, stride, block_start(rows, c.blocks, block),
+                    block_start(rows, c.blocks, block + 1), w, panels, count,
+                    w.panel(first + count), [&](int row, int n, const float* sums, int width) {
+                      done(row, n, column, columns, sums, width);
+                    });
+      },
+      [&] {
+        if (upcoming)
+          for (int i = 0; i < 16384; i += 64) _mm_prefetch(upcoming + i, _MM_HINT_T1);
+      });
+}
+
+// One row of sums -> out, with bias if any; D is the type of the bias, O of the result.
+template <class D, class O>
+static inline void put_row(const float* sums, const typename D::T* bias, typename O::T* out,
+                           int columns) {
+  for (int c = 0; c < columns; c += 16) {
+    const __mmask16 m = tail_mask(columns - c);
+    V16 v = _mm512_loadu_ps(sums + c);
+    if (bias) v = _mm512_add_ps(v, D::load(bias + c, m));
+    O::store(out + c, v, m);
+  }
+}
+
+}  // namespace oct

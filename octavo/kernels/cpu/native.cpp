@@ -1,0 +1,272 @@
+// The C interface of the kernels, called through ctypes (`binding.py`). No torch, no OpenMP.
+//
+// Shapes as in `octavo/forward.py`. Every function gives 0, or a negative number for what it does
+// not have. `dtype` is 0 for f32 and 1 for bf16. Pointers are to contiguous rows unless a stride,
+// counted in values, is given.
+#include "attention.h"
+#include "sample.h"
+#include "stack.h"
+
+using namespace oct;
+
+namespace {
+
+constexpr int kNoType = -1;
+
+template <class F>
+int with_type(int dtype, F&& f) {
+  if (dtype == 0) {
+    f(F32());
+    return 0;
+  }
+#ifdef __AVX512BF16__
+  if (dtype == 1) {
+    f(BF16());
+    return 0;
+  }
+#endif
+  return kNoType;
+}
+
+// Runs one phase of `items` alone.
+template <class Work>
+void each(Pool& pool, int items, Work&& work) {
+  std::lock_guard<std::mutex> lock(pool.busy());
+  pool.run(1, 0, [&](Team& team) { team.run(items, false, work); });
+}
+
+// Rows in runs of about `grain`; work(first, last).
+template <class Work>
+void each_rows(Pool& pool, int rows, int grain, Work&& work) {
+  const int items = (int)ceil_div(rows, grain);
+  each(pool, items, [&](int i) { work(i * grain, std::min(rows, (i + 1) * grain)); });
+}
+
+}  // namespace
+
+extern "C" {
+
+int oct_bf16() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void* oct_pool_new(int threads) { return new Pool(threads); }
+void oct_pool_free(void* pool) { delete (Pool*)pool; }
+
+long oct_packed_bytes(int dtype, int rows, int columns) {
+  long bytes = kNoType;
+  with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    const Matrix w = matrix<D>(nullptr, rows, columns);
+    bytes = w.panels * w.panel_bytes;
+  });
+  return bytes;
+}
+
+int oct_pack(int dtype, const void* source, long stride, int rows, int columns, void* packed) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    pack<D>((const typename D::T*)source, stride, rows, columns, packed);
+  });
+}
+
+// y [rows, N] in f32 if `wide`, else in x's type.
+int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int rows,
+               const void* packed, int out, int in, const void* bias, void* y) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    Pool& p = *(Pool*)pool;
+    std::lock_guard<std::mutex> lock(p.busy());
+    const Matrix w = matrix<D>(packed, out, in);
+    // Rows that end within a step, or that collide in the cache, are copied.
+    static thread_local Buffer copies;
+    const T* a = (const T*)x;
+    if (in % D::kStep || (rows > 1 && stride * sizeof(T) % 1024 == 0)) {
+      const long wider = padded<D>(in + 1);
+      T* copy = (T*)copies.reserve((size_t)rows * wider * sizeof(T));
+      for (int r = 0; r < rows; ++r) {
+        std::memcpy(copy + r * wider, a + r * stride, in * sizeof(T));
+        copy[r * wider + in] = T(0);
+      }
+      a = copy;
+      stride = wider;
+    }
+    p.run(1, 0, [&](Team& team) {
+      product<D>(team, a, stride, rows, w,
+                 [&](int row, int n, int column, int columns, const float* sums, int width) {
+                   const T* b = bias ? (const T*)bias + column : nullptr;
+                   for (int r = 0; r < n; ++r) {
+                     const long at = (long)(row + r) * out + column;
+                     if (wide) {
+                       put_row<D, F32>(sums + r * width, b, (float*)y + at, columns);
+                     } else {
+                       put_row<D, D>(sums + r * width, b, (T*)y + at, columns);
+                     }
+                   }
+                 });
+    });
+  });
+}
+
+int oct_embed(void* pool, int dtype, const int* ids, int tokens, const void* packed, int rows,
+              int columns, void* y) {
+  for (int t = 0; t < tokens; ++t) {
+    if (ids[t] < 0 || ids[t] >= rows) return -2;
+  }
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    const Matrix w = matrix<D>(packed, rows, columns);
+    each_rows(*(Pool*)pool, tokens, 16, [&](int first, int last) {
+      for (int t = first; t < last; ++t) {
+        unpack_row<D>(w, ids[t], (typename D::T*)y + (long)t * columns);
+      }
+    });
+  });
+}
+
+// With `residual`, `sum` gets x + residual and y the norm of that.
+int oct_rms_norm(void* pool, int dtype, const void* x, const void* residual, const void* weight,
+                 int rows, int size, float eps, void* sum, void* y) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    each_rows(*(Pool*)pool, rows, 32, [&](int first, int last) {
+      for (long r = first; r < last; ++r) {
+        const T* in = (const T*)x + r * size;
+        if (residual) {
+          T* total = (T*)sum + r * size;
+          add_row<D>(in, (const T*)residual + r * size, total, size);
+          in = total;
+        }
+        rms_norm_row<D>(in, (const T*)weight, (T*)y + r * size, size, eps);
+      }
+    });
+  });
+}
+
+// x [T, heads, D] -> y
+int oct_rope(void* pool, int dtype, const void* x, const int* positions, const float* table,
+             int table_rows, int tokens, int heads, int size, void* y) {
+  for (int t = 0; t < tokens; ++t) {
+    if (positions[t] < 0 || positions[t] >= table_rows) return -2;
+  }
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    each_rows(*(Pool*)pool, tokens, 16, [&](int first, int last) {
+      for (long t = first; t < last; ++t) {
+        for (int h = 0; h < heads; ++h) {
+          const long at = (t * heads + h) * size;
+          rope_head<D>((const T*)x + at, (T*)y + at, table + (long)positions[t] * size, size);
+        }
+      }
+    });
+  });
+}
+
+int oct_silu_mul(void* pool, int dtype, const void* x, int rows, int size, void* y) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    each_rows(*(Pool*)pool, rows, 16, [&](int first, int last) {
+      for (long r = first; r < last; ++r) {
+        const T* in = (const T*)x + r * 2 * size;
+        silu_mul_row<D>(in, in + size, (T*)y + r * size, size);
+      }
+    });
+  });
+}
+
+int oct_plan_bytes() { return (int)sizeof(Heads); }
+
+// Stores k and v [T, K, D] at their slots, then attends with q [T, Q, D] -> out [T, Q, D].
+int oct_attention(void* pool, int dtype, const Heads* heads, const void* q, const void* k,
+                  const void* v, int tokens, const int* slots, int rows, const int* q_indptr,
+                  const int* kv_lens, const int* block_table, long width, void* keys, void* values,
+                  void* out) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    const Heads& h = *heads;
+    Pool& p = *(Pool*)pool;
+    std::lock_guard<std::mutex> lock(p.busy());
+    static thread_local AttentionPlan plan;
+    Attention<D> attention;
+    attention.heads = h;
+    attention.rows = Rows{rows, q_indptr, kv_lens, block_table, width};
+    attention.q = (const T*)q;
+    attention.out = (T*)out;
+    attention.q_stride = attention.out_stride = (long)h.queries * h.size;
+    attention.keys = (const T*)keys;
+    attention.values = (const T*)values;
+    plan.make(h, attention.rows, p.size());
+    AttentionPlan& shared = plan;
+    p.run(2, Workspace<D>::bytes(h), [&](Team& team) {
+      team.run((int)ceil_div(tokens, 8), false, [&](int i) {
+        for (int t = i * 8; t < std::min(tokens, i * 8 + 8); ++t) {
+          for (int head = 0; head < h.keys; ++head) {
+            store_token<D>(h, (const T*)k + ((long)t * h.keys + head) * h.size,
+                           (const T*)v + ((long)t * h.keys + head) * h.size, slots[t], head,
+                           (T*)keys, (T*)values);
+          }
+        }
+      });
+      shared.run<D>(team, attention, p.scratch(team.id), nullptr);
+    });
+  });
+}
+
+// logits f32[S, V] -> tokens i32[S]
+int oct_sample(void* pool, const float* logits, int rows, int vocabulary, const float* temperature,
+               const int* top_k, const float* top_p, const float* min_p, const int64_t* seed,
+               const int64_t* position, int* tokens) {
+  Pool& p = *(Pool*)pool;
+  std::lock_guard<std::mutex> lock(p.busy());
+  bool greedy = true;
+  for (int r = 0; r < rows; ++r) greedy = greedy && temperature[r] == 0;
+  p.run(1, greedy ? 0 : Sampler::bytes(vocabulary), [&](Team& team) {
+    Sampler sampler(p.scratch(team.id), vocabulary);
+    team.run(rows, true, [&](int r) {
+      const float* row = logits + (long)r * vocabulary;
+      if (temperature[r] == 0) {
+        tokens[r] = Sampler::greedy(row, vocabulary);
+        return;
+      }
+      const SampleSettings s{temperature[r], top_k[r],          top_p[r],
+                             min_p[r],       (uint64_t)seed[r], (uint64_t)position[r]};
+      tokens[r] = sampler.choose(row, s);
+    });
+  });
+  return 0;
+}
+
+int oct_stack_bytes() { return (int)sizeof(StackShape); }
+int oct_step_bytes() { return (int)sizeof(StepArrays); }
+
+void* oct_stack_new(int dtype, const StackShape* shape, const int64_t* layers) {
+  void* stack = nullptr;
+  with_type(dtype, [&](auto d) { stack = new Stack<decltype(d)>(*shape, layers); });
+  return stack;
+}
+
+void oct_stack_free(int dtype, void* stack) {
+  with_type(dtype, [&](auto d) { delete (Stack<decltype(d)>*)stack; });
+}
+
+// 0, or what is wrong: -2 ids, -3 positions, -4 slots, -5 rows or pages, -6 sampled rows.
+int oct_stack_run(void* pool, int dtype, void* stack, const StepArrays* step) {
+  int wrong = 0;
+  const int none = with_type(dtype, [&](auto d) {
+    Pool& p = *(Pool*)pool;
+    std::lock_guard<std::mutex> lock(p.busy());
+    wrong = ((Stack<decltype(d)>*)stack)->run(p, *step);
+  });
+  return none ? none : wrong;
+}
+
+}  // extern "C"

@@ -1,0 +1,247 @@
+"""The table of native kernels: tensors in, tensors out, over the C++ library.
+
+Weights are packed into panels (`gemm.h`) that lie together in large, huge-page-friendly regions.
+A row's result is the same bits in any batch and with any number of threads. Not for: attention
+(`octavo/attention/native.py`) or building (`build.py`). Next file: `stack.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu.binding import DTYPES, Library
+from octavo.kernels.cpu.stack import NativeStack
+from octavo.kernels.ops import Ops, PackedWeight, SampleRows
+from octavo.kernels.stack import StackModel
+
+LAYOUT = "panels32"
+HUGE_PAGE = 2 << 20
+REGION = 32 << 20
+
+
+class Arena:
+    """Memory for packed weights, handed out in order from large regions; freed with its views."""
+
+    __slots__ = ("_region", "_used")
+
+    def __init__(self) -> None:
+        self._region: Tensor | None = None
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """u8[size], aligned to a cache line."""
+        size_aligned = -(-size // 64) * 64
+        if self._region is None or self._used + size_aligned > self._region.numel():
+            self._region = huge_region(max(REGION, size_aligned))
+            self._used = 0
+        view = self._region[self._used : self._used + size]
+        self._used += size_aligned
+        return view
+
+
+def huge_region(size: int) -> Tensor:
+    """u8[size or a little more] on a huge-page boundary; pages are taken when first written."""
+    size = -(-size // HUGE_PAGE) * HUGE_PAGE
+    raw = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % HUGE_PAGE
+    region = raw[start : start + size]
+    # Advice only: without it the kernels are right, and slower by TLB misses.
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.madvise(region.data_ptr(), size, mmap.MADV_HUGEPAGE)
+    return region
+
+
+class NativeOps:
+    """Native kernels for activations of one dtype. See `Ops` for shapes."""
+
+    __slots__ = ("_arena", "_code", "_dtype", "library")
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        self.library = library
+        self._dtype = dtype
+        self._code = DTYPES[dtype]
+        self._arena = Arena()
+
+    def table(self, reason: str) -> Ops:
+        """The kernels by name."""
+        return Ops(
+            name="native",
+            reason=reason,
+            pack=self.pack,
+            linear=self.linear,
+            embed=self.embed,
+            rms_norm=self.rms_norm,
+            add_rms_norm=self.add_rms_norm,
+            rope=self.rope,
+            silu_mul=self.silu_mul,
+            sample=self.sample,
+            stack=self.stack,
+        )
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """[N, K] -> panels of 32 rows."""
+        rows, columns = weight.shape
+        weight = weight.to(self._dtype).contiguous()
+        call = self.library.call
+        data = self._arena.take(call.oct_packed_bytes(self._code, rows, columns))
+        call.oct_pack(self._code, weight.data_ptr(), columns, rows, columns, data.data_ptr())
+        return PackedWeight(data, rows, columns, self._dtype, LAYOUT)
+
+    def linear(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        """x [T, K] -> [T, N] in `out_dtype` (x's dtype or f32)."""
+        x = self._input(x)
+        assert weight.layout == LAYOUT, f"a {weight.layout} weight"
+        assert x.shape[1] == weight.columns, f"x {tuple(x.shape)} for K = {weight.columns}"
+        wanted = out_dtype or x.dtype
+        wide = wanted == torch.float32 and self._dtype != torch.float32
+        out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32 if wide else self._dtype)
+        if bias is not None:
+            bias = self._input(bias)
+            assert bias.numel() == weight.rows, f"bias {tuple(bias.shape)} for N = {weight.rows}"
+        self.library.call.oct_linear(
+            self.library.pool,
+            self._code,
+            int(wide),
+            x.data_ptr(),
+            x.shape[1],
+            x.shape[0],
+            weight.data.data_ptr(),
+            weight.rows,
+            weight.columns,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+        )
+        return out if out.dtype == wanted else out.to(wanted)
+
+    def embed(self, ids: Tensor, weight: PackedWeight) -> Tensor:
+        """Ids i32[T] -> [T, K]. An id outside the table raises IndexError."""
+        ids = ids.to(torch.int32).contiguous()
+        out = torch.empty(ids.numel(), weight.columns, dtype=self._dtype)
+        code = self.library.call.oct_embed(
+            self.library.pool,
+            self._code,
+            ids.data_ptr(),
+            ids.numel(),
+            weight.data.data_ptr(),
+            weight.rows,
+            weight.columns,
+            out.data_ptr(),
+        )
+        if code:
+            raise IndexError(f"a token id lies outside 0..{weight.rows - 1}")
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x and residual [T, H] -> (norm of their sum, their sum)."""
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x, weight = self._input(x), self._input(weight)
+        size = weight.numel()
+        assert x.shape[-1] == size, f"x {tuple(x.shape)} for a weight of {size}"
+        out = torch.empty_like(x)
+        total = out
+        if residual is not None:
+            residual = self._input(residual)
+            assert residual.shape == x.shape
+            total = torch.empty_like(x)
+        self.library.call.oct_rms_norm(
+            self.library.pool,
+            self._code,
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // size,
+            size,
+            eps,
+            total.data_ptr(),
+            out.data_ptr(),
+        )
+        return out, total
+
+    def rope(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, Q, D], k [T, K, D], positions i32[T] -> both rotated."""
+        return self._rotate(q, positions, cos_sin), self._rotate(k, positions, cos_sin)
+
+    def _rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        x = self._input(x)
+        positions = positions.to(torch.int32).contiguous()
+        assert cos_sin.dtype == torch.float32
+        assert cos_sin.is_contiguous()
+        tokens, heads, size = x.shape
+        assert cos_sin.shape[1] == size, f"a table of {cos_sin.shape[1]} for heads of {size}"
+        out = torch.empty_like(x)
+        code = self.library.call.oct_rope(
+            self.library.pool,
+            self._code,
+            x.data_ptr(),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            cos_sin.shape[0],
+            tokens,
+            heads,
+            size,
+            out.data_ptr(),
+        )
+        if code:
+            raise IndexError(f"a position lies outside 0..{cos_sin.shape[0] - 1}")
+        return out
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """x [T, 2 * I] -> [T, I]."""
+        x = self._input(x)
+        size = x.shape[1] // 2
+        out = torch.empty(x.shape[0], size, dtype=self._dtype)
+        self.library.call.oct_silu_mul(
+            self.library.pool, self._code, x.data_ptr(), x.shape[0], size, out.data_ptr()
+        )
+        return out
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """Logits f32[S, V] -> i32[S]; see `octavo/kernels/sample.py`."""
+        logits = logits.to(torch.float32).contiguous()
+        count, vocabulary = logits.shape
+        settings = (
+            rows.temperature.to(torch.float32).contiguous(),
+            rows.top_k.to(torch.int32).contiguous(),
+            rows.top_p.to(torch.float32).contiguous(),
+            rows.min_p.to(torch.float32).contiguous(),
+            rows.seed.to(torch.int64).contiguous(),
+            rows.position.to(torch.int64).contiguous(),
+        )
+        assert all(setting.numel() == count for setting in settings)
+        out = torch.empty(count, dtype=torch.int32)
+        self.library.call.oct_sample(
+            self.library.pool,
+            logits.data_ptr(),
+            count,
+            vocabulary,
+            *(setting.data_ptr() for setting in settings),
+            out.data_ptr(),
+        )
+        return out
+
+    def stack(self, model: StackModel) -> NativeStack | str:
+        """A runner of the whole model, or the reason why it cannot be one."""
+        return NativeStack.make(self.library, model, self._dtype, LAYOUT)
+
+    def _input(self, x: Tensor) -> Tensor:
+        assert x.dtype == self._dtype, f"{x.dtype} given to kernels of {self._dtype}"
+        return x.contiguous()

@@ -1,0 +1,74 @@
+"""Which table of kernels serves a device and dtype, and why the others do not.
+
+Native code first, then oneDNN, then plain torch; each that cannot leaves its reason in
+`Ops.reason`. One asked for by name is taken or refused, never replaced. Next file: `cpu/build.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kernels.ops import Ops
+from octavo.kernels.reference import reference_ops
+
+NAMES = ("native", "onednn", "reference")
+
+
+def select(
+    dtype: torch.dtype,
+    want: str = "auto",
+    *,
+    cache: Path | None = None,
+    threads: int | None = None,
+) -> tuple[Ops, tuple[str, ...]]:
+    """(the kernels for activations of `dtype`, a line for each decision); `want` "auto" or a name.
+
+    `cache` is the folder for built kernels (None: ~/.cache/octavo), `threads` the number of
+    threads (None: torch's own). Raises ConfigError if the one that is wanted cannot be had.
+    """
+    if want not in ("auto", *NAMES):
+        raise ConfigError(
+            f"kernels {want!r} are not known; use auto, {', '.join(NAMES)}", "kernels"
+        )
+    makers: dict[str, Callable[[], Ops | str]] = {
+        "native": lambda: _native(dtype, cache, threads),
+        "onednn": lambda: _onednn(dtype),
+        "reference": lambda: replace(reference_ops(dtype), reason="plain torch"),
+    }
+    refusals: list[str] = []
+    for name, make in makers.items():
+        if want not in ("auto", name):
+            continue
+        ops = make()
+        if isinstance(ops, str):
+            refusals.append(f"kernels: not {name}: {ops}")
+            continue
+        how = "as asked" if want != "auto" else "the first that can"
+        notes = (*refusals, f"kernels: {name}, {ops.reason}, {how}")
+        return replace(ops, reason="; ".join(notes)), notes
+    raise ConfigError(f"{'; '.join(refusals)}; use --kernels auto", "kernels")
+
+
+def _native(dtype: torch.dtype, cache: Path | None, threads: int | None) -> Ops | str:
+    from octavo.kernels.cpu.binding import load
+    from octavo.kernels.cpu.native import NativeOps
+
+    library = load(cache, threads)
+    if isinstance(library, str):
+        return library
+    reason = library.refuse(dtype)
+    if reason:
+        return reason
+    name = str(dtype).removeprefix("torch.")
+    return NativeOps(library, dtype).table(f"AVX-512 {name}, {library.threads} threads")
+
+
+def _onednn(dtype: torch.dtype) -> Ops | str:
+    from octavo.kernels.cpu.onednn import onednn_ops
+
+    return onednn_ops(dtype)

@@ -276,10 +276,12 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray):
         return {}
-    texts = tokens.decode()
+    texts = tokens.decode_bytes()
     ids = _special_ids(file)
     config: dict[str, Any] = {
-        f"{key}_token": texts[ids[key]] for key in ("bos", "eos", "pad", "unk") if key in ids
+        f"{key}_token": texts[ids[key]].decode("utf-8", errors="replace")
+        for key in ("bos", "eos", "pad", "unk")
+        if key in ids
     }
     config["model_max_length"] = file.metadata.get(
         f"{file.metadata.get('general.architecture')}.context_length"

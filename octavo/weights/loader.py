@@ -124,12 +124,11 @@ def load_dummy(model: FillableModel, *, seed: int = 0) -> LoadReport:
     Vectors called "weight" are the norms' and lie about one, so that activations keep their
     size. The values are a stretch of one noise, so this runs at the speed of copying.
     """
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(NOISE_LENGTH, generator=generator) * NOISE_SCALE
+    noise = _Noise(seed)
     param_bytes = 0
     for prefix, layer in model.named_layers():
         for name, spec in layer.param_specs().items():
-            tensor = _noise(noise, f"{prefix}.{name}", spec)
+            tensor = noise.stretch(f"{prefix}.{name}", spec)
             if name == "weight" and tensor.dim() == 1:
                 tensor += 1
             param_bytes += tensor.numel() * tensor.element_size()
@@ -138,16 +137,36 @@ def load_dummy(model: FillableModel, *, seed: int = 0) -> LoadReport:
     return LoadReport(0, 0, param_bytes, ())
 
 
-def _noise(noise: Tensor, name: str, spec: ParamSpec) -> Tensor:
-    """A stretch of the noise, repeated as needed, that begins where the name says."""
-    count = prod(spec.shape)
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    shift = int.from_bytes(digest, "little") % noise.numel()
-    values = torch.roll(noise, -shift).to(spec.dtype)
-    if not spec.dtype.is_floating_point:
-        values = torch.roll(noise, -shift).mul(1e4).to(torch.int64).to(spec.dtype)
-    repeats = -(-count // values.numel())
-    return values.repeat(repeats)[:count].view(spec.shape)
+class _Noise:
+    """One stretch of normal noise in each number format that is asked for."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._normal = torch.randn(NOISE_LENGTH, generator=generator)
+        self._by_dtype: dict[torch.dtype, Tensor] = {}
+
+    def stretch(self, name: str, spec: ParamSpec) -> Tensor:
+        """As much noise as `spec` needs, over and over, from a place that the name decides."""
+        noise = self._as(spec.dtype)
+        count = prod(spec.shape)
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        start = int.from_bytes(digest, "little") % NOISE_LENGTH
+        values = torch.empty(count, dtype=spec.dtype)
+        done = 0
+        while done < count:
+            size = min(count - done, NOISE_LENGTH - start)
+            values[done : done + size] = noise[start : start + size]
+            done, start = done + size, 0
+        return values.view(spec.shape)
+
+    def _as(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._by_dtype:
+            if dtype.is_floating_point:
+                scaled = (self._normal * NOISE_SCALE).to(dtype)
+            else:  # packed weights: all bits count
+                scaled = (self._normal * 1e6).to(torch.int64).to(dtype)
+            self._by_dtype[dtype] = scaled
+        return self._by_dtype[dtype]
 
 
 def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_Param]:

@@ -22,12 +22,16 @@ SEEDS = (0, 1, 2**63 + 5, 2**64 - 1)
 Sample = Callable[[Tensor, SampleRows], Tensor]
 
 
-@pytest.fixture(params=["reference", "native"])
-def sample(request: pytest.FixtureRequest) -> Sample:
+def sample_of(kernels: str) -> Sample:
     try:
-        return select(torch.float32, request.param)[0].sample
+        return select(torch.float32, kernels)[0].sample
     except ConfigError as error:
         pytest.skip(f"no such kernels here: {error}")
+
+
+@pytest.fixture(params=["reference", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    return sample_of(request.param)
 
 
 def settings(
@@ -96,11 +100,19 @@ CASES: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("kernels", "seed", "case"),
+    [
+        # The reference takes seconds a case; native kernels are held to its tokens elsewhere.
+        *(("reference", 4, case) for case in (CASES[2], CASES[-1])),
+        *(("native", seed, case) for seed in SEEDS for case in CASES),
+    ],
+    ids=str,
+)
 def test_draws_over_positions_follow_the_settings(
-    sample: Sample, case: dict[str, float], seed: int
+    kernels: str, seed: int, case: dict[str, float]
 ) -> None:
+    sample = sample_of(kernels)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed % 1000)) * 2
     rows = logits.expand(DRAWS, VOCAB).contiguous()
     drawn = sample(rows, settings(DRAWS, seed=seed, **case))  # type: ignore[arg-type]

@@ -186,7 +186,12 @@ def test_a_batch_gives_what_each_sequence_gives_alone(
             ),
         ]
         for one, two in close:
-            assert one == two
+            if variant[0] == "native":
+                assert one == two  # to the bit
+            else:
+                # Plain torch may sum in another order at another batch size.
+                assert (one.ids, one.rank) == (two.ids, two.rank)
+                assert one.values == pytest.approx(two.values, abs=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

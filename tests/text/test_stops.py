@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.text.stops import StopMatcher
 
-LETTERS = st.text(alphabet="abc", max_size=60)
-STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), min_size=1, max_size=4)
+LETTERS = st.text(alphabet="ab", max_size=40)
+STOPS = st.lists(st.text(alphabet="ab", min_size=2, max_size=6), min_size=1, max_size=4)
 
 
 def cut(text: str, stops: list[str], *, include: bool, start: int = 0) -> tuple[str, str | None]:
@@ -28,6 +28,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
+@settings(max_examples=500)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100)), st.booleans())
 def test_any_cutting_gives_the_result_of_the_whole(text, stops, cuts, include):
     matcher = StopMatcher(stops, include)
@@ -42,7 +43,8 @@ def test_any_cutting_gives_the_result_of_the_whole(text, stops, cuts, include):
     assert (sent, matcher.matched) == cut(text, stops, include=include)
 
 
-@given(LETTERS, STOPS, st.lists(st.integers(0, 100)), st.integers(0, 60), st.booleans())
+@settings(max_examples=500)
+@given(LETTERS, STOPS, st.lists(st.integers(0, 100)), st.integers(0, 40), st.booleans())
 def test_no_stop_ends_in_the_protected_beginning(text, stops, cuts, start, include):
     start = min(start, len(text))
     matcher = StopMatcher(stops, include)
@@ -81,3 +83,17 @@ def test_a_false_beginning_is_sent():
     assert matcher.push(", 1") == "14, "
     assert matcher.flush() == "1"
     assert matcher.push("4x") == "4x"  # nothing of before the flush is remembered
+
+
+def test_of_two_that_end_together_the_longer_is_cut():
+    for stops in (["bc", "abc"], ["abc", "bc"]):
+        matcher = StopMatcher(stops)
+        assert matcher.push("xabcx") == "x"
+        assert matcher.matched == "abc"
+
+
+def test_a_protected_match_may_be_the_beginning_of_the_next():
+    matcher = StopMatcher(["aa"])
+    assert matcher.push("aa", can_stop=False) == "a"
+    assert matcher.push("a") == ""
+    assert matcher.matched == "aa"

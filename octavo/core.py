@@ -39,6 +39,7 @@ def build_core(
 
     executor = LocalExecutor(worker, report=report)
     info = executor.start()
+    # What does not fit has been refused by the worker; see `worker/memory.py`.
     sized = replace(
         scheduler,
         num_blocks=info.num_blocks,

@@ -14,11 +14,18 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp
 
 from octavo.errors import OctavoError
 from octavo.frontend import Frontend
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
+from octavo.server.app import create_app
+from octavo.server.run import Listen
+from octavo.server.run import serve as serve_http
+from octavo.server.settings import HttpLimits, ServerSettings
 from octavo.supervisor import Supervisor
 from octavo.text_engine import Admission, TextEngine
 from octavo.types import WorkerInfo
@@ -50,17 +57,14 @@ def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
 
 
 async def _serve(launch: Launch, frontend: Frontend) -> int:
-    from octavo.server.app import create_app
-    from octavo.server.run import serve as serve_http
-
     metrics = _metrics(launch, frontend)
     supervisor = Supervisor(frontend.worker, frontend.scheduler, metrics.step)
     await supervisor.start()
     try:
         engine = _text_engine(launch, frontend, supervisor, metrics)
-        app = create_app(engine, launch.server)
+        app = create_app(engine, _settings(launch.server))
         stop = _stop_event()
-        http = asyncio.create_task(serve_http(app, launch.server, stop=stop))
+        http = asyncio.create_task(_listen(app, launch.server, stop))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
         return await _until_end(launch, engine, supervisor, http, ready, stop)
     finally:
@@ -78,9 +82,8 @@ async def _until_end(
     """Waits for a signal or a failure, whichever comes first, then drains and closes."""
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait(
-            {stopping, http, supervisor.failure}, return_when=asyncio.FIRST_COMPLETED
-        )
+        first: set[asyncio.Future[Any]] = {stopping, http, supervisor.failure}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if http.done():
             await http  # raises what kept the port from opening
         if supervisor.failure.done():
@@ -128,6 +131,40 @@ async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) ->
         info.block_size,
         info.max_model_len,
         time.monotonic() - launch.began,
+    )
+
+
+async def _listen(app: ASGIApp, args: ServerArgs, stop: asyncio.Event) -> None:
+    await serve_http(
+        app,
+        listen=Listen(
+            host=args.host,
+            port=args.port,
+            uds=args.uds,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            root_path=args.root_path,
+        ),
+        stop=stop,
+        limits=HttpLimits(keep_alive=args.timeout_keep_alive),
+        on_started=lambda address: logger.info("event=listening address=%s", address),
+        log_level=args.uvicorn_log_level,
+    )
+
+
+def _settings(args: ServerArgs) -> ServerSettings:
+    return ServerSettings(
+        api_keys=tuple(args.api_key),
+        allowed_origins=tuple(args.allowed_origins),
+        allowed_methods=tuple(args.allowed_methods),
+        allowed_headers=tuple(args.allowed_headers),
+        allow_credentials=args.allow_credentials,
+        strict_fields=args.strict_fields,
+        trust_request_chat_template=args.trust_request_chat_template,
+        default_chat_template_kwargs=tuple(args.default_chat_template_kwargs.items()),
+        force_include_usage=args.enable_force_include_usage,
+        response_role=args.response_role,
+        max_body_bytes=args.max_body_bytes,
     )
 
 

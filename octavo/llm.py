@@ -209,10 +209,8 @@ class LLM:
             for output in outputs.outputs if outputs is not None else ():
                 request = by_id.get(output.id)
                 if request is None:
-                    continue
+                    continue  # a stop text ended it before this step landed
                 assembler = request.assemblers[output.id]
-                if assembler.finished:
-                    continue
                 news = request.collector.add(assembler.push(output))
                 request.output = news or request.output
                 if assembler.finished:

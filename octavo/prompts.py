@@ -60,11 +60,14 @@ def encode_prompt(prompt: PromptType, tokenizer: Tokenizer) -> EncodedPrompt:
         raise InvalidRequest(
             f"prompt has the key {unknown[0]!r}, which is not supported.", "prompt"
         )
-    if "prompt_token_ids" in prompt:
-        return EncodedPrompt(_checked(prompt["prompt_token_ids"], tokenizer), prompt.get("prompt"))
-    if not isinstance(prompt.get("prompt"), str):
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequest(f"prompt['prompt'] is a {type(text).__name__}; use a text.", "prompt")
+    if isinstance(ids, list):
+        return EncodedPrompt(_checked(ids, tokenizer), text)
+    if text is None:
         raise InvalidRequest("prompt has neither 'prompt' nor 'prompt_token_ids'.", "prompt")
-    return EncodedPrompt(tokenizer.encode(prompt["prompt"]), prompt["prompt"])
+    return EncodedPrompt(tokenizer.encode(text), text)
 
 
 def check_length(count: int, max_model_len: int, max_tokens: int | None) -> None:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -69,7 +70,8 @@ class Supervisor:
     async def ready(self) -> WorkerInfo:
         """Waits until the core takes requests; raises what kept it from starting."""
         waiting = asyncio.get_running_loop().create_task(self.client.ready.wait())
-        await asyncio.wait({waiting, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        first: set[asyncio.Future[Any]] = {waiting, self.failure}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if self.failure.done():
             raise self.failure.result()

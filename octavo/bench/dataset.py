@@ -21,7 +21,8 @@ DATASETS = ("random", "sharegpt", "custom", "prefix_repetition")
 class Encoder(Protocol):
     """What counting needs of a tokenizer."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -134,7 +135,7 @@ def _sharegpt(args: argparse.Namespace, tokenizer: Encoder) -> list[Sample]:
         question, answer = (str(turn.get("value", "")) for turn in turns[:2])
         prompt_len = len(tokenizer.encode(question))
         output_len = args.sharegpt_output_len or len(tokenizer.encode(answer, False))
-        if 4 <= prompt_len <= 1024 and 4 <= output_len and prompt_len + output_len <= 2048:
+        if 4 <= prompt_len <= 1024 and output_len >= 4 and prompt_len + output_len <= 2048:
             found.append(Sample(question, prompt_len, output_len))
     return found
 

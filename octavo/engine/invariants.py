@@ -21,6 +21,8 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError with what is wrong."""
     placed = scheduler.running + scheduler.leaving
     _check_pool(scheduler.pool, Counter(b for s in placed for b in s.blocks))
+    caching = scheduler.config.prefix_caching
+    assert caching or not scheduler.pool.num_cached, "caching is off, but contents were kept"
     _check_queues(scheduler)
     _check_slots(scheduler, placed)
     for sequence in placed:
@@ -122,6 +124,7 @@ def _check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     # Only a prompt that may not be cut can exceed the budget, and then it is alone.
     over = int(lengths.sum()) > config.max_num_batched_tokens
     assert not over or len(slots) == 1, "the step is over its budget"
+    assert config.chunked_prefill or (flags & SAMPLE).all(), "a prompt was cut"
     decodes = (lengths == 1) & (flags & SAMPLE > 0)
     assert decodes[: decodes.sum()].all(), "decode rows are not first"
     known = lengths[flags & FROM_DEVICE == 0].sum()

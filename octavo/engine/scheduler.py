@@ -225,7 +225,6 @@ class Scheduler:
         if self._decode_order is None:
             slots = [s.slot for s in self.running if s not in self.filling]
             self._decode_order = np.array(slots, np.int32)
-            self._decoding = b"", []  # a slot may have changed hands
         order = self._decode_order
         pending = columns.pending[order]
         ready = order[
@@ -338,7 +337,9 @@ class Scheduler:
     def _seal(self, draft: Draft) -> StepPlan:
         self._num_planned += 1
         slots = draft.decodes.tobytes()
-        if slots != self._decoding[0]:  # mostly they are those of the last step
+        # Mostly they are those of the last step. A slot that changed hands since is not among
+        # them: its new sequence had a step in which it was no decode row.
+        if slots != self._decoding[0]:
             self._decoding = slots, [self._in_slot(slot) for slot in draft.decodes.tolist()]
         step = draft.seal(
             self._num_planned,

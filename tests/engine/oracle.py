@@ -43,9 +43,7 @@ def expect(request: AddRequest, behaviour: Behaviour, config: SchedulerConfig) -
     contexts = contexts_of(np.array(known), request.adapter).tolist()
     if params.prompt_logprobs is not None:
         out.prompt_logprobs = [None]
-        out.prompt_logprobs += [
-            score(token, contexts[at]) for at, token in enumerate(prompt[1:])
-        ]
+        out.prompt_logprobs += [score(token, contexts[at]) for at, token in enumerate(prompt[1:])]
     tokens, context = list(known), contexts[-1]
     while len(tokens) < limit:
         at = len(tokens) - 1

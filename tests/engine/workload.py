@@ -26,12 +26,19 @@ def random_config(random: Random, seed: int) -> SchedulerConfig:
     def between(low: int, high: int) -> int:  # each octave as likely as the next
         return round(low * (high / low) ** random.random())
 
+    block_size, max_model_len = between(1, 32), between(8, 160)
+    budget = between(8, 512)
+    if random.random() < 0.3:  # prompts take many steps, and are caught by all that happens
+        max_model_len, budget = between(80, 160), between(8, 12)
+    num_blocks = between(4, 256)
+    if random.random() < 0.6:  # room for little more than one of the longest
+        num_blocks = round(max_model_len * (1 + 2 * random.random()) / block_size)
     return SchedulerConfig(
-        num_blocks=between(4, 256),
-        block_size=between(1, 32),
-        max_model_len=between(8, 160),
+        num_blocks=min(max(num_blocks, 4), 256),
+        block_size=block_size,
+        max_model_len=max_model_len,
         max_num_seqs=between(1, 16),
-        max_num_batched_tokens=between(8, 512),
+        max_num_batched_tokens=budget,
         prefix_caching=random.random() < 0.65,
         chunked_prefill=random.random() < 0.7,
         policy=random.choice(["fcfs", "priority"]),
@@ -71,6 +78,7 @@ class Run:
         self.twins: Counter[str] = Counter()  # second requests of an id in use
         self.sums: Counter[str] = Counter()
         self.turns = 0
+        self.share_scored = random.choice([0.0, 0.2, 0.8])  # of requests with prompt log-probs
         self.prefixes = [self.some_tokens(config.max_model_len) for _ in range(3)]
 
     def clock(self) -> float:
@@ -102,7 +110,8 @@ class Run:
     def add_group(self) -> None:
         random, config = self.random, self.config
         num = random.choice([1, 1, 1, 2, 3, 4])
-        longest = random.choice([4, config.max_model_len // 2, config.max_model_len + 2])
+        longest = random.choice([4, config.max_model_len // 2, config.max_model_len - 4])
+        longest += 8 * (random.random() < 0.1)
         shared = random.choice(self.prefixes)[: random.randrange(longest + 1)]
         prompt = shared + self.some_tokens(random.randrange(longest + 1 - len(shared)))
         fields = {
@@ -138,7 +147,7 @@ class Run:
             stop_ids=tuple(random.sample(range(VOCAB), random.choice([0, 1, 2, 6]))),
             presence_penalty=random.choice([0.0, 0.0, 0.5]),
             logprobs=random.choice([None, None, 0]),
-            prompt_logprobs=random.choice([None, None, None, 0]),
+            prompt_logprobs=0 if random.random() < self.share_scored else None,
         )
 
     def abort(self) -> None:

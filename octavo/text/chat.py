@@ -78,6 +78,10 @@ class ChatTemplate:
             raise ConfigError(
                 f"The chat template {name}, line {error.lineno}: {error.message}.", "chat_template"
             ) from None
+        except RecursionError:
+            raise ConfigError(
+                f"The chat template {name} is nested too deeply.", "chat_template"
+            ) from None
         self._template = jinja2.Template.from_code(environment, code, environment.make_globals({}))
         self._knows_developer = "developer" in source
 
@@ -193,8 +197,9 @@ class ChatTemplate:
         except RecursionError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
+            reason = str(error).rstrip(".") or type(error).__name__
             raise InvalidRequest(
-                f"The chat template of this model cannot take these messages: {error}.", "messages"
+                f"The chat template of this model cannot take these messages: {reason}.", "messages"
             ) from None
 
 

@@ -277,6 +277,11 @@ def test_a_broken_template_names_file_and_line():
         ChatTemplate("a\n\n{% for x %}", CHAT, name="my.jinja")
 
 
+def test_a_template_nested_too_deeply():
+    with pytest.raises(ConfigError, match="nested"):
+        ChatTemplate("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", CHAT)
+
+
 def test_a_refusal_has_the_template_s_words():
     source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('No system!') }}"
     template = ChatTemplate(source + "{% endif %}{{ m.content }}{% endfor %}", CHAT)

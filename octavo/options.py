@@ -51,7 +51,7 @@ class EngineArgs(Record):
     )
     download_dir: str | None = option(
         None,
-        "folder for downloaded weights and built kernels",
+        "folder for downloaded weights; ~/.cache/octavo if left out",
         kind="str",
         group="Model",
         env=("OCTAVO_CACHE_DIR", "VLLM_CACHE_ROOT"),
@@ -199,9 +199,10 @@ class EngineArgs(Record):
     )
     kernels: str = option(
         "auto",
-        "native (C++, built on first use) or reference (plain torch); auto takes what works",
+        "native (C++, built on first use), onednn or reference (plain torch); auto takes the first "
+        "that works",
         group="Execution",
-        choices=("auto", "native", "reference"),
+        choices=("auto", "native", "onednn", "reference"),
     )
     threads: int | None = option(
         None,

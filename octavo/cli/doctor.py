@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_args: argparse.Namespace) -> int:
     """Prints one line a finding; 1 if something that is needed is missing."""
-    rows = [*_software(), *_machine(), *_options()]
+    rows = [*_software(), *_machine(), *_engine(), *_options()]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -79,6 +79,22 @@ def _lines(path: str) -> dict[str, str]:
     for line in text.splitlines():
         name, _, value = line.partition(":")
         rows.setdefault(name.strip(), value.strip())
+    return rows
+
+
+def _engine() -> list[tuple[str, str]]:
+    """What an engine would choose here; builds the native kernels if they can be built."""
+    from octavo.device.cpu import CpuDevice
+    from octavo.kernels.select import select
+
+    args = EngineArgs()
+    device = CpuDevice(args.threads)
+    dtype = device.default_dtype()
+    rows = [("dtype", f"{str(dtype).removeprefix('torch.')}: {device.default_dtype_reason()}")]
+    _, lines = select(dtype, args.kernels)
+    for line in (*device.notes, *lines):
+        name, _, value = line.partition(": ")
+        rows.append((name, value))
     return rows
 
 

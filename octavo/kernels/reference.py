@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels.ops import Ops, PackedWeight, SampleRows
+from octavo.kernels.ops import Ops, PackedWeight
+from octavo.kernels.sample import sample
 
 
 def reference_ops(dtype: torch.dtype) -> Ops:
     """The table for activations of `dtype`, on any device."""
-
-    def sample(logits: Tensor, rows: SampleRows) -> Tensor:
-        from octavo.kernels.sample import sample as draw
-
-        return draw(logits, rows)
 
     def pack(weight: Tensor) -> PackedWeight:
         rows, columns = weight.shape

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from octavo.layers import embedding, linear
 from octavo.layers.embedding import Head, VocabEmbedding
 from octavo.layers.linear import QKV, Column, GateUp, Linear, Replicated, Row, share_kv_heads
 from octavo.layers.parameters import Layer
 from octavo.models.registry import read_spec
+from octavo.parallel.collectives import all_gather, all_reduce
 from octavo.parallel.mesh import Axis, Mesh
 from tests.models.driver import Driver, cut, make_build, make_driver
 from tests.models.driver import Row as Sequence
@@ -226,29 +228,26 @@ def test_decoder_over_ranks_equals_one(
         torch.testing.assert_close(logits, twin.logits(prompt), rtol=1e-4, atol=1e-4)
 
 
-def test_real_collectives_over_two_processes() -> None:
-    """The same sums through gloo, with the group carried by the axis."""
-    torch.multiprocessing.spawn(_gloo_rank, args=(_free_port(),), nprocs=2, join=True)
+def gloo_group(store: distributed.Store, rank: int, size: int) -> distributed.ProcessGroup:
+    group = distributed.ProcessGroup(store, rank, size)
+    backend = distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=TIMEOUT))
+    kind = distributed.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
 
 
-def _free_port() -> int:
-    import socket
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_collectives_run_in_the_group_that_the_axis_carries(size: int) -> None:
+    """Real gloo groups; the ranks are threads, which share a store."""
+    store = distributed.HashStore()
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    def work(rank: int) -> Tensor:
+        axis = Axis(rank, size, gloo_group(store, rank, size) if size > 1 else None)
+        x = torch.full((2, 3), float(rank + 1))
+        gathered = all_gather(x, axis)
+        return torch.cat((gathered, all_reduce(x, axis)), dim=1)
 
-
-def _gloo_rank(rank: int, port: int) -> None:
-    from torch import distributed
-
-    from octavo.parallel.collectives import all_gather, all_reduce
-
-    distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
-    axis = Axis(rank, 2, distributed.group.WORLD)
-    x = torch.full((2, 3), float(rank + 1))
-    assert all_gather(x, axis).tolist() == [[1.0] * 3 + [2.0] * 3] * 2
-    assert all_reduce(x, axis).tolist() == [[3.0] * 3] * 2
-    distributed.destroy_process_group()
+    gathered = [float(rank + 1) for rank in range(size) for _ in range(3)]
+    expected = torch.tensor([gathered + [sum(range(size + 1))] * 3] * 2)
+    for found in Ranks(size).run(work):
+        assert torch.equal(found, expected)

@@ -73,13 +73,15 @@ struct Group {
 
 // Scores of R rows against G groups: out[r * stride + g * 16 + lane].
 template <class D, int R, int G>
-static void score(const typename D::T* q, int size, const Group* groups, float* out, int stride) {
+static void score(const typename D::T* q, int size, const Group* groups, float* out, int stride,
+                  bool fetch) {
   typedef typename D::T T;
   V16 sum[R][G];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) sum[r][g] = _mm512_setzero_ps();
+  constexpr int line = 16 * sizeof(T);  // bytes that a group holds of one dimension
   const char* key[G];
   long step[G];
   __mmask16 mask[G];
@@ -95,6 +97,11 @@ static void score(const typename D::T* q, int size, const Group* groups, float* 
     for (int g = 0; g < G; ++g) {
       k[g] = _mm512_maskz_loadu_ps(mask[g], key[g]);
       key[g] += step[g];
+      if (fetch) {
+        // Pages lie scattered in memory: the next groups' keys, and these tokens' values.
+        _mm_prefetch(groups[g + G].key + d * line, _MM_HINT_T0);
+        _mm_prefetch(groups[g].value + d * line, _MM_HINT_T1);
+      }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -111,10 +118,10 @@ static void score(const typename D::T* q, int size, const Group* groups, float* 
 
 template <class D, int R>
 static inline void score_rows(const typename D::T* q, int size, const Group* groups, int count,
-                              float* out, int stride) {
+                              float* out, int stride, bool fetch) {
   int g = 0;
-  for (; g + 4 <= count; g += 4) score<D, R, 4>(q, size, groups + g, out + g * 16, stride);
-  for (; g < count; ++g) score<D, R, 1>(q, size, groups + g, out + g * 16, stride);
+  for (; g + 4 <= count; g += 4) score<D, R, 4>(q, size, groups + g, out + g * 16, stride, fetch);
+  for (; g < count; ++g) score<D, R, 1>(q, size, groups + g, out + g * 16, stride, fetch);
 }
 
 // Weighted sums of values: R rows, N x 16 dimensions from `d`; weights[r * stride + g * 16 + lane].
@@ -227,7 +234,7 @@ struct Workspace {
   static size_t bytes(const Heads& h) {
     const size_t rows = h.rows_an_item(), lanes = h.groups_a_segment() * 16;
     return rows * h.size * (sizeof(T) + 8) + rows * lanes * (4 + sizeof(T)) + rows * 16 +
-           h.groups_a_segment() * sizeof(Group) + 16 * kLine;
+           (h.groups_a_segment() + 4) * sizeof(Group) + 16 * kLine;
   }
   Workspace(char* memory, const Heads& h) {
     const long rows = h.rows_an_item(), lanes = h.groups_a_segment() * 16;
@@ -245,7 +252,7 @@ struct Workspace {
     total = (float*)take(rows * 4);
     part_high = (float*)take(rows * 4);
     part_total = (float*)take(rows * 4);
-    groups = (Group*)take(h.groups_a_segment() * sizeof(Group));
+    groups = (Group*)take((h.groups_a_segment() + 4) * sizeof(Group));
   }
 };
 
@@ -361,15 +368,10 @@ struct Attention {
     const int low = h.window ? std::max(0, item.position - h.window + 1) : 0;
     const int high = item.position + item.tokens;
     const int count = collect(item, index, low, high, w.groups);
-    const long bytes = (long)h.size * sizeof(T) * 16;
-    if (n <= 12) {  // decode: pages come from memory, scattered
-      for (int g = 0; g < count; ++g) {
-        for (long i = 0; i < bytes; i += 256) _mm_prefetch(w.groups[g].key + i, _MM_HINT_T1);
-      }
-    }
+    for (int g = count; g < count + 4; ++g) w.groups[g] = w.groups[0];  // prefetched, not read
     in_row_tiles(n, [&](auto r, int first) {
       score_rows<D, r.value>(w.q + (long)first * h.size, h.size, w.groups, count,
-                             w.scores + (long)first * lanes, lanes);
+                             w.scores + (long)first * lanes, lanes, n <= 12 && first == 0);
     });
     for (int i = 0; i < n; ++i) {
       const int position = item.position + i / h.group();

@@ -35,7 +35,7 @@ static inline double uniform(uint64_t seed, uint64_t position) {
   return (double)(bits >> 11) * 0x1p-53;
 }
 
-typedef __m512d V8;
+typedef __m512d V8;  // 8 f64 lanes
 
 // exp(x) for x <= 0, to about 1e-15; 0 below -700.
 static inline V8 exp8(V8 x) {
@@ -63,27 +63,91 @@ static inline int first_equal(const float* x, int size, float value) {
   return 0;
 }
 
-// One row's work; buffers are reused from row to row. Rows are padded with -inf to 16.
+// Tokens as values and weights; `size` is a multiple of 8, filled up with (-inf, 0).
+struct Tokens {
+  float* z;
+  double* weight;
+  int size;
+
+  // How many have low <= z, or what they weigh; lanes and then blocks are added in order.
+  double amount(float low, bool weighed) const {
+    return weighed ? mass(0, size, low) : count(low);
+  }
+  double mass(int first, int last, float low) const {
+    const __m256 bound = _mm256_set1_ps(low);
+    V8 sum = _mm512_setzero_pd();
+    for (int i = first; i < last; i += 8) {
+      const __mmask8 m = _mm256_cmp_ps_mask(_mm256_loadu_ps(z + i), bound, _CMP_GE_OQ);
+      sum = _mm512_mask_add_pd(sum, m, sum, _mm512_loadu_pd(weight + i));
+    }
+    return _mm512_reduce_add_pd(sum);
+  }
+  double count(float low) const {
+    const __m256 bound = _mm256_set1_ps(low);
+    long n = 0;
+    for (int i = 0; i < size; i += 8) {
+      n += __builtin_popcount(_mm256_cmp_ps_mask(_mm256_loadu_ps(z + i), bound, _CMP_GE_OQ));
+    }
+    return (double)n;
+  }
+  // Copies those with low <= z < high to `to`, which may be this: writing never overtakes reading.
+  void narrow(float low, float high, Tokens& to) const {
+    const __m256 a = _mm256_set1_ps(low), b = _mm256_set1_ps(high);
+    const int end = size;
+    int n = 0;
+    for (int i = 0; i < end; i += 8) {
+      const __m256 v = _mm256_loadu_ps(z + i);
+      const V8 w = _mm512_loadu_pd(weight + i);
+      const __mmask8 m =
+          _mm256_cmp_ps_mask(v, a, _CMP_GE_OQ) & _mm256_cmp_ps_mask(v, b, _CMP_LT_OQ);
+      _mm256_storeu_ps(to.z + n, _mm256_maskz_compress_ps(m, v));
+      _mm512_storeu_pd(to.weight + n, _mm512_maskz_compress_pd(m, w));
+      n += __builtin_popcount(m);
+    }
+    for (; n % 8; ++n) {
+      to.z[n] = -INFINITY;
+      to.weight[n] = 0;
+    }
+    to.size = n;
+  }
+};
+
+// One row's work; buffers are reused from row to row.
 class Sampler {
  public:
-  static size_t bytes(int vocabulary) { return (size_t)(vocabulary + 16) * 12 + 2 * kLine; }
+  static size_t bytes(int vocabulary) { return 3 * (size_t)(vocabulary + 64) * 12; }
 
-  Sampler(char* memory, int vocabulary)
-      : size_((vocabulary + 15) / 16 * 16), vocabulary_(vocabulary) {
-    z_ = (float*)memory;
-    weight_ = (double*)(memory + ((size_t)size_ * 4 + kLine - 1) / kLine * kLine);
+  Sampler(char* memory, int vocabulary) : vocabulary_(vocabulary) {
+    const int size = (vocabulary + 15) / 16 * 16;
+    for (Tokens* tokens : {&all_, &kept_, &near_}) {
+      tokens->weight = (double*)memory;
+      tokens->z = (float*)(memory + (size_t)(size + 8) * 8);
+      tokens->size = size;
+      memory += (size_t)(vocabulary + 64) * 12 / kLine * kLine;
+    }
   }
 
   int choose(const float* logits, const SampleSettings& s) {
     const float top = scale(logits, s.temperature);
     if (!(top > -INFINITY && top < INFINITY)) return 0;
-    if (s.temperature == 0) return first_equal(z_, size_, top);
     weigh(top);
-    low_ = -INFINITY;
-    if (s.min_p > 0) keep_min_p(s.min_p);
-    if (s.top_k > 0 && s.top_k < vocabulary_) keep_top_k(s.top_k, top);
-    if (s.top_p < 1) keep_top_p(s.top_p, top);
-    return draw(uniform(s.seed, s.position), top);
+    const Tokens* left = &all_;
+    float low = -INFINITY;
+    if (s.min_p > 0) {
+      low = least_of_weight(s.min_p);
+      left->narrow(low, INFINITY, kept_);
+      left = &kept_;
+    }
+    if (s.top_k > 0 && s.top_k < vocabulary_) {
+      low = std::max(low, threshold(*left, top, s.top_k, false));
+      left->narrow(low, INFINITY, kept_);
+      left = &kept_;
+    }
+    if (s.top_p < 1) {
+      const double wanted = (double)s.top_p * left->mass(0, left->size, -INFINITY);
+      low = std::max(low, threshold(*left, top, wanted, true));
+    }
+    return draw(uniform(s.seed, s.position), low, top);
   }
 
   // First maximum without a copy; 0 if it is not finite or a NaN is among them.
@@ -104,161 +168,131 @@ class Sampler {
  private:
   // z = logits / temperature; gives the maximum, or NaN if any is.
   float scale(const float* logits, float temperature) {
-    const V16 divisor = _mm512_set1_ps(temperature == 0 ? 1.0f : temperature);
+    const V16 divisor = _mm512_set1_ps(temperature);
     const V16 minus = _mm512_set1_ps(-INFINITY);
     V16 best = minus;
     __mmask16 bad = 0;
-    for (int i = 0; i < size_; i += 16) {
+    for (int i = 0; i < all_.size; i += 16) {
       const __mmask16 m = tail_mask(vocabulary_ - i);
       const V16 v = _mm512_mask_div_ps(minus, m, _mm512_maskz_loadu_ps(m, logits + i), divisor);
       bad |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
       best = _mm512_max_ps(best, v);
-      _mm512_storeu_ps(z_ + i, v);
+      _mm512_storeu_ps(all_.z + i, v);
     }
     return bad ? NAN : max_lanes(best);
   }
 
   void weigh(float top) {
     const V8 shift = _mm512_set1_pd(top);
-    for (int i = 0; i < size_; i += 8) {
-      const V8 z = _mm512_cvtps_pd(_mm256_loadu_ps(z_ + i));
-      _mm512_storeu_pd(weight_ + i, exp8(_mm512_sub_pd(z, shift)));
+    for (int i = 0; i < all_.size; i += 8) {
+      const V8 z = _mm512_cvtps_pd(_mm256_loadu_ps(all_.z + i));
+      _mm512_storeu_pd(all_.weight + i, exp8(_mm512_sub_pd(z, shift)));
     }
   }
 
-  // Weight and number of those with low <= z; blocks of 512 are summed by themselves.
-  double mass(float low) const {
-    double total = 0;
-    for (int i = 0; i < size_; i += 512) total += block_mass(i, std::min(size_, i + 512), low);
-    return total;
-  }
-  double block_mass(int first, int last, float low) const {
-    const __m256 bound = _mm256_set1_ps(low);
-    V8 sum = _mm512_setzero_pd();
-    for (int i = first; i < last; i += 8) {
-      const __mmask8 m = _mm256_cmp_ps_mask(_mm256_loadu_ps(z_ + i), bound, _CMP_GE_OQ);
-      sum = _mm512_mask_add_pd(sum, m, sum, _mm512_loadu_pd(weight_ + i));
+  // The least z whose weight is at least min_p of the greatest, which is 1.
+  float least_of_weight(float min_p) const {
+    const V8 bound = _mm512_set1_pd((double)min_p);
+    __m256 least = _mm256_set1_ps(INFINITY);
+    for (int i = 0; i < all_.size; i += 8) {
+      const __mmask8 m =
+          _mm512_cmp_pd_mask(_mm512_loadu_pd(all_.weight + i), bound, _CMP_GE_OQ);
+      least = _mm256_mask_min_ps(least, m, least, _mm256_loadu_ps(all_.z + i));
     }
-    return _mm512_reduce_add_pd(sum);
-  }
-  long count(float low) const {
-    const V16 bound = _mm512_set1_ps(low);
-    long n = 0;
-    for (int i = 0; i < size_; i += 16) {
-      n += __builtin_popcount(_mm512_cmp_ps_mask(_mm512_loadu_ps(z_ + i), bound, _CMP_GE_OQ));
-    }
-    return n;
-  }
-  // Indices of those with low <= z < high.
-  void between(float low, float high) {
-    found_.clear();
-    const V16 a = _mm512_set1_ps(low), b = _mm512_set1_ps(high);
-    for (int i = 0; i < size_; i += 16) {
-      const V16 v = _mm512_loadu_ps(z_ + i);
-      unsigned m = _mm512_cmp_ps_mask(v, a, _CMP_GE_OQ) & _mm512_cmp_ps_mask(v, b, _CMP_LT_OQ);
-      for (; m; m &= m - 1) found_.push_back(i + __builtin_ctz(m));
-    }
+    return min_lanes8(least);
   }
 
-  // The least z whose weight is at least min_p of the greatest (which is 1).
-  void keep_min_p(float min_p) {
-    float least = INFINITY;
-    for (int i = 0; i < vocabulary_; ++i) {
-      if (weight_[i] >= (double)min_p && z_[i] < least) least = z_[i];
-    }
-    low_ = std::max(low_, least);
+  static float min_lanes8(__m256 v) {
+    float lanes[8];
+    _mm256_storeu_ps(lanes, v);
+    return *std::min_element(lanes, lanes + 8);
   }
 
-  // A bound below which the answer lies not, and one above: z >= inside is enough, z >= outside
-  // is not. Widens steps from the top, then halves, until few lie between.
-  template <class Enough>
-  bool bracket(float top, Enough enough, float& inside, float& outside) {
-    outside = INFINITY;
-    for (float step = 1;; step *= 2) {
-      inside = std::max(top - step, low_);
-      if (enough(inside)) break;
-      if (inside <= low_ || step > 1e30f) return false;
+  // The greatest v among the tokens for which those with z >= v amount to `wanted`: their number,
+  // or their weight. -inf if all together do not. Steps down from the top, then halves.
+  float threshold(const Tokens& tokens, float top, double wanted, bool weighed) {
+    float inside, outside = INFINITY;
+    double above = 0;
+    for (float step = 1;; step *= step < 64 ? 2.0f : 1e9f) {
+      inside = top - step;
+      const double amount = tokens.amount(inside, weighed);
+      if (amount >= wanted) break;
+      if (step > 1e36f) return -INFINITY;
+      above = amount;
       outside = inside;
     }
-    for (int tries = 0; tries < 64; ++tries) {
-      const float high = std::min(outside, std::nextafter(top, INFINITY));
+    tokens.narrow(inside, outside, near_);
+    float high = std::min(outside, std::nextafter(top, INFINITY));
+    while (near_.size > 64) {
       const float middle = inside + (high - inside) / 2;
       if (!(middle > inside && middle < high)) break;
-      if (tries >= 2) {
-        between(inside, outside);
-        if (found_.size() <= 1024) return true;
+      const double amount = near_.amount(middle, weighed);
+      if (above + amount >= wanted) {
+        inside = middle;
+        near_.narrow(middle, INFINITY, near_);
+      } else {
+        above += amount;
+        high = middle;
+        near_.narrow(-INFINITY, middle, near_);
       }
-      (enough(middle) ? inside : outside) = middle;
     }
-    between(inside, outside);
-    return true;
+    return threshold_of_few(wanted, weighed, above, inside);
   }
 
-  // Keeps the k greatest, and what equals the least of them.
-  void keep_top_k(int k, float top) {
-    float inside, outside;
-    if (!bracket(top, [&](float low) { return count(low) >= k; }, inside, outside)) return;
-    const long above = outside < INFINITY ? count(outside) : 0;
-    std::vector<float>& values = values_;
-    values.clear();
-    for (int i : found_) values.push_back(z_[i]);
-    const long nth = k - above - 1;
-    std::nth_element(values.begin(), values.begin() + nth, values.end(), std::greater<float>());
-    low_ = std::max(low_, values[nth]);
-  }
-
-  // Keeps each token unless those strictly above it weigh p of all or more.
-  void keep_top_p(float p, float top) {
-    const double wanted = (double)p * mass(low_);
-    float inside, outside;
-    // Not enough even with all kept: rounding of the sums, or p = 1.
-    if (!bracket(top, [&](float low) { return mass(low) >= wanted; }, inside, outside)) return;
-    double sum = outside < INFINITY ? mass(outside) : 0;
-    std::sort(found_.begin(), found_.end(), [&](int a, int b) { return z_[a] > z_[b]; });
-    float least = found_.empty() ? inside : z_[found_[0]];
-    for (size_t i = 0; i < found_.size();) {
-      if (i && sum >= wanted) break;
-      least = z_[found_[i]];
-      for (; i < found_.size() && z_[found_[i]] == least; ++i) sum += weight_[found_[i]];
+  float threshold_of_few(double wanted, bool weighed, double above, float least) {
+    order_.clear();
+    for (int i = 0; i < near_.size; ++i) {
+      if (near_.z[i] > -INFINITY) order_.push_back({near_.z[i], weighed ? near_.weight[i] : 1.0});
     }
-    low_ = std::max(low_, least);
+    std::sort(order_.begin(), order_.end(),
+              [](const Entry& a, const Entry& b) { return a.z > b.z; });
+    for (const Entry& entry : order_) {
+      above += entry.amount;
+      least = entry.z;
+      if (above >= wanted) break;
+    }
+    return least;
   }
 
   // The first token at which the running sum of kept weights passes u of the whole.
-  int draw(double u, float top) {
+  int draw(double u, float low, float top) {
     sums_.clear();
     double total = 0;
-    for (int i = 0; i < size_; i += 512) {
-      sums_.push_back(block_mass(i, std::min(size_, i + 512), low_));
+    for (int i = 0; i < all_.size; i += kBlock) {
+      sums_.push_back(all_.mass(i, std::min(all_.size, i + kBlock), low));
       total += sums_.back();
     }
     const double target = u * total;
     double sum = 0;
-    int last = first_equal(z_, size_, top);
+    int last = first_equal(all_.z, all_.size, top);
     for (size_t b = 0; b < sums_.size(); ++b) {
       if (sum + sums_[b] <= target) {
         sum += sums_[b];
         continue;
       }
-      const int end = std::min(size_, (int)(b + 1) * 512);
-      for (int i = (int)b * 512; i < end; ++i) {
-        if (!(z_[i] >= low_) || weight_[i] == 0) continue;
-        sum += weight_[i];
+      const int end = std::min(all_.size, (int)(b + 1) * kBlock);
+      for (int i = (int)b * kBlock; i < end; ++i) {
+        if (!(all_.z[i] >= low) || all_.weight[i] == 0) continue;
+        sum += all_.weight[i];
         last = i;
         if (sum > target) return i;
       }
-      return last;  // the block's own sum rounded otherwise
+      return last;  // the block's own sum was rounded otherwise
     }
     return last;
   }
 
-  int size_;
+  struct Entry {
+    float z;
+    double amount;
+  };
+  static constexpr int kBlock = 512;
+
   int vocabulary_;
-  float* z_;
-  double* weight_;
-  float low_ = 0;
-  std::vector<int> found_;
-  std::vector<float> values_;
+  Tokens all_;   // of the row
+  Tokens kept_;  // after min_p and top_k
+  Tokens near_;  // around a threshold
+  std::vector<Entry> order_;
   std::vector<double> sums_;
 };
 

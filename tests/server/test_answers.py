@@ -264,9 +264,7 @@ async def test_templates_and_their_arguments() -> None:
     assert (await chat(app, chat_template_kwargs={"x": 1})).status == 400
     trusting = create_app(engine, ServerSettings(trust_request_chat_template=True))
     mine = "{{ messages[0]['content'] }}{{ reasoning_effort }}"
-    reply = await chat(
-        trusting, "owls", chat_template=mine, reasoning_effort="!", max_tokens=1
-    )
+    reply = await chat(trusting, "owls", chat_template=mine, reasoning_effort="!", max_tokens=1)
     assert reply.status == 200, reply.body
     assert engine.tokenizer.decode(engine.seen[-1].prompt_ids) == "owls!"
     broken = await chat(trusting, chat_template="{% if %}")
@@ -319,7 +317,8 @@ async def test_large_bodies_are_decoded_in_a_thread() -> None:
 def _text(reply: Reply, index: int, streamed: bool) -> str:
     parts = reply.events[:-1] if streamed else [reply.json]
     return "".join(
-        choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content")
+        choice.get("text")
+        or (choice.get("message") or choice.get("delta") or {}).get("content")
         or ""
         for part in parts
         for choice in part["choices"]
@@ -347,10 +346,14 @@ async def test_a_plain_answer_is_the_fold_of_the_stream(
     app = create_app(FakeEngine(num_cached=3))
     ask = chat if is_chat else complete
     if logprobs:
-        fields = {**fields, "logprobs": True, "top_logprobs": 2} if is_chat else {
-            **fields,
-            "logprobs": 2,
-        }
+        fields = (
+            {**fields, "logprobs": True, "top_logprobs": 2}
+            if is_chat
+            else {
+                **fields,
+                "logprobs": 2,
+            }
+        )
     plain = (await ask(app, **fields)).json
     options = {"include_usage": True, "continuous_usage_stats": each}
     reply = await ask(app, stream=True, stream_options=options, **fields)
@@ -361,9 +364,7 @@ async def test_a_plain_answer_is_the_fold_of_the_stream(
     assert all(("usage" in event) == each for event in events[:-2])
     for choice in plain["choices"]:
         index = choice["index"]
-        news = [
-            one for event in events[:-2] for one in event["choices"] if one["index"] == index
-        ]
+        news = [one for event in events[:-2] for one in event["choices"] if one["index"] == index]
         whole = choice["message"]["content"] if is_chat else choice["text"]
         assert _text(reply, index, True) == whole
         assert [one["finish_reason"] for one in news][-1] == choice["finish_reason"]

@@ -207,9 +207,7 @@ def test_counts_are_exact_over_a_random_life() -> None:
 
 def test_gauges_fall_to_zero_when_the_engine_is_lost() -> None:
     metrics = make(aliases=frozenset({"seed"}))
-    metrics.step(
-        StepStats(running=3, waiting=2, blocks_used=4, blocks_total=8, queued_tokens=9)
-    )
+    metrics.step(StepStats(running=3, waiting=2, blocks_used=4, blocks_total=8, queued_tokens=9))
     assert value(read(metrics), "vllm:num_requests_waiting_by_reason", reason="capacity") == 2
     metrics.engine_lost()
     samples = read(metrics)
@@ -235,10 +233,14 @@ def test_histograms_count_as_defined(values: list[float], times: int) -> None:
     for family in histogram.families():
         buckets = [one.value for one in family.samples if one.name == "x_bucket"]
         clipped = sorted(max(0.0, number) for number in values)
-        assert buckets == [
-            *(times * bisect.bisect_right(clipped, bound) for bound in bounds),
-            times * len(values),
-        ] or not values
+        assert (
+            buckets
+            == [
+                *(times * bisect.bisect_right(clipped, bound) for bound in bounds),
+                times * len(values),
+            ]
+            or not values
+        )
         assert sum(one.value for one in family.samples if one.name == "x_sum") == pytest.approx(
             times * sum(clipped)
         )

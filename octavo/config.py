@@ -48,5 +48,6 @@ class WorkerConfig:
     attention_backend: str = "auto"
     kernels: str = "auto"  # auto, native, reference
     threads: int | None = None  # None: OMP_NUM_THREADS, else the physical cores
+    cache_dir: str | None = None  # of built kernels; None: ~/.cache/octavo
     seed: int = 0  # of dummy weights
     hf_overrides: tuple[tuple[str, object], ...] = ()

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from octavo.config import Policy, SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError
-from octavo.options import EngineArgs
+from octavo.options import EngineArgs, cache_dir
 from octavo.types import WorkerInfo
 
 DEFAULT_BATCHED_TOKENS = 2048
@@ -48,6 +48,7 @@ def worker_config(
         attention_backend=args.attention_backend,
         kernels=args.kernels,
         threads=args.threads,
+        cache_dir=str(cache_dir(args)),
         seed=args.seed,
         hf_overrides=tuple(sorted(args.hf_overrides.items())),
     )

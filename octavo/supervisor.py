@@ -86,8 +86,10 @@ class Supervisor:
         process = self._process
         if process is not None and process.returncode is None:
             self.client.stop()
+            # A core that still loads does not listen yet, and has nothing to lose.
+            patience = STOP_SECONDS if self.client.ready.is_set() else 0.0
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+                await asyncio.wait_for(process.wait(), patience)
             if process.returncode is None:
                 process.kill()
                 await process.wait()

@@ -15,10 +15,14 @@ class Device(Protocol):
     """One device of this machine, held by one worker."""
 
     name: str  # as torch names it, such as "cpu" or "cuda:0"
+    threads: int  # that compute on the host
     notes: tuple[str, ...]  # choices made for this device and their reasons, one line each
 
     def start(self) -> None:
-        """Sets what is set once a process, such as the number of threads."""
+        """Sets what is set once a process."""
+
+    def compute_in_torch(self) -> None:
+        """Gives torch's own kernels all threads; for models that are not computed natively."""
 
     def total_memory(self) -> int:
         """Bytes that this process could use if it were alone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -66,7 +67,12 @@ def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
 def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
-    ops, kernel_notes = select_kernels(dtype, config.kernels)
+    ops, kernel_notes = select_kernels(
+        dtype,
+        config.kernels,
+        cache=None if config.cache_dir is None else Path(config.cache_dir),
+        threads=device.threads,
+    )
     need = attention_need(
         spec,
         mesh=Mesh.single(),

@@ -56,6 +56,8 @@ class Worker:
             loaded = fill(decoder, checkpoint, config, self._bytes)
         with self._phase("fuse"):
             model, fuse_note = finish(decoder, choices.ops)
+        if choices.ops.name != "native":
+            device.compute_in_torch()
         with self._phase("cache"):
             cache = plan_cache(self._cache_request(choices, free_at_start))
             self._runner = self._make_runner(model, choices, cache)

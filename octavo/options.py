@@ -51,7 +51,7 @@ class EngineArgs(Record):
     )
     download_dir: str | None = option(
         None,
-        "folder for downloaded weights; ~/.cache/octavo if left out",
+        "folder for downloaded weights and built kernels; ~/.cache/octavo if left out",
         kind="str",
         group="Model",
         env=("OCTAVO_CACHE_DIR", "VLLM_CACHE_ROOT"),

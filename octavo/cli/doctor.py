@@ -91,7 +91,7 @@ def _engine() -> list[tuple[str, str]]:
     device = CpuDevice(args.threads)
     dtype = device.default_dtype()
     rows = [("dtype", f"{str(dtype).removeprefix('torch.')}: {device.default_dtype_reason()}")]
-    _, lines = select(dtype, args.kernels)
+    _, lines = select(dtype, args.kernels, cache=cache_dir(args), threads=device.threads)
     for line in (*device.notes, *lines):
         name, _, value = line.partition(": ")
         rows.append((name, value))

@@ -56,12 +56,18 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, text) in SAMPLING.items():
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on after the model's end token",
+    )
     group.add_argument("--stop", action="append", default=argparse.SUPPRESS, help="text that ends")
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters on the command line."""
-    names = {*SAMPLING, "stop", "seed"}
+    names = {*SAMPLING, "stop", "seed", "ignore_eos"}
     return {name: value for name, value in vars(args).items() if name in names}
 
 

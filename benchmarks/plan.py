@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 from octavo.config import SchedulerConfig
 from octavo.engine.scheduler import Scheduler
@@ -67,13 +68,13 @@ def measure(num_sequences: int, num_steps: int, *, depth: int) -> tuple[list[flo
     commits: list[float] = []
     flying: list[tuple[StepPlan, StepResult]] = []
     for _ in range(num_steps):
-        plan = timed(lambda: scheduler.plan(0.0), plans)
+        plan = timed(partial(scheduler.plan, 0.0), plans)
         assert isinstance(plan, StepPlan)
         assert plan.num_rows == num_sequences
         flying.append((plan, result_of(plan)))
         if len(flying) == depth:
             oldest, result = flying.pop(0)
-            timed(lambda plan=oldest, result=result: scheduler.commit(plan, result), commits)
+            timed(partial(scheduler.commit, oldest, result), commits)
     return plans, commits
 
 

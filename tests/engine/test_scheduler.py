@@ -1,4 +1,4 @@
-"""Rules of the scheduler that a workload cannot state: who goes first, who goes out, what is shared."""
+"""Rules that a random workload cannot state: who goes first, who goes out, what is shared."""
 
 from __future__ import annotations
 

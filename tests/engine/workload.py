@@ -151,15 +151,15 @@ class Run:
         )
 
     def abort(self) -> None:
-        ids = self.random.choices(list(self.lives), k=2) + ["never seen"]
+        """Live and ended ones, twice the same, and ids that never were."""
+        ids = ["never seen", *self.random.choices(list(self.lives), k=2)]
         live = list(self.scheduler.by_id)
         if live:
-            ids.append(self.random.choice(live))
-        ids += ids[-1:] * self.random.randrange(2)
-        for id in ids[:-1] if self.random.random() < 0.2 else ids:
+            ids += [self.random.choice(live)] * self.random.choice([1, 2])
+        for id in ids:
             if id in self.scheduler.by_id:
                 self.lives[id].aborted = True
-        self.core.abort([id for id in ids if id not in self.lives or self.lives[id].aborted])
+        self.core.abort(ids)
 
     def turn(self) -> None:
         self.turns += 1
@@ -257,8 +257,8 @@ class Run:
         assert not +self.twins, "a second request of an id was dropped"
         assert scheduler.pool.num_used == 0
         assert len(scheduler.free_slots) == self.config.max_num_seqs
-        assert not (scheduler.running or scheduler.leaving or scheduler.suspects)
-        assert not (scheduler.steps or len(scheduler.waiting))
+        queues = [scheduler.running, scheduler.leaving, scheduler.suspects, scheduler.filling]
+        assert [*queues, len(scheduler.waiting), len(scheduler.steps)] == [[], [], [], [], 0, 0]
         assert scheduler.waiting.num_tokens == 0
         sums, given = self.sums, sum(len(life.new_ids) for life in self.lives.values())
         assert sums["sampled_tokens"] == given

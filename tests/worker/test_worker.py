@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.config import WorkerConfig
 from octavo.errors import CheckpointError, ConfigError
@@ -102,6 +103,17 @@ def test_what_cannot_be_honoured_is_refused(
     with pytest.raises(ConfigError) as caught:
         Worker(config_of(folder, **{"kernels": "reference", **change})).load()
     assert caught.value.option == option
+
+
+def test_fused_kernels_leave_torch_one_thread(folder: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        worker_of(folder, VARIANTS[0], threads=2)
+        assert torch.get_num_threads() == 1
+        worker_of(folder, VARIANTS[1], threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_missing_model_is_a_checkpoint_error(tmp_path: Path) -> None:

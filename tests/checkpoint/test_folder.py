@@ -49,6 +49,12 @@ def test_special_tokens(folder: Path) -> None:
     assert special.named == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+def test_the_tokenizer_s_end_token_always_counts(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    opened = open_checkpoint(str(folder))
+    assert opened.special_tokens(opened.load_tokenizer()).eos_ids == (2, 3)
+
+
 def test_eos_comes_from_the_config_if_nothing_else_says(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     put(folder, eos_token=None)

@@ -131,6 +131,8 @@ def learned_vocabulary(rng: random.Random) -> tuple[list[str], list[str]]:
         ranks[pair] = len(ranks)
         merges.append(" ".join(pair))
         symbols.append("".join(pair))
+    # Whole pieces that no merges lead to.
+    symbols += sorted({"Ġthe", "cat", "123", "12", "ĠTHE", "Ċ"} - set(symbols))
     return symbols, merges
 
 
@@ -238,6 +240,7 @@ def test_sentencepiece_tokenizers(prefix: bool, tmp_path: Path) -> None:
                 ranks[piece[:at], piece[at:]] = -score
     for _ in range(400):
         text = random_text(rng).replace(SPACE, "")
+        text += "".join(rng.choices(" abcdeghtTHEC0123456789.,", k=rng.randrange(30)))
         marked = (SPACE if prefix and text else "") + text.replace(" ", SPACE)
         expected = [1]
         for symbol in merge(list(marked), ranks):

@@ -79,6 +79,7 @@ def write_hf(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     tokenizer = Tokenizer(models.BPE({"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3, "a": 4}, []))
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens(["<end>"])  # found in text, but not special
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.none import Unquantized
 from octavo.weights.loader import LoadReport, load, load_dummy
+from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
 
 DEFAULT_BLOCK_SIZE = 16
@@ -104,6 +106,21 @@ def build(config: WorkerConfig, choices: Choices, device: Device) -> Decoder:
             need=choices.need,
         ),
     )
+
+
+def check_room(decoder: Decoder, free_bytes: int) -> None:
+    """Refuses a model whose weights alone are more than the memory left. Raises ConfigError."""
+    needed = sum(
+        prod(param.shape) * param.dtype.itemsize
+        for _, layer in decoder.named_layers()
+        for param in layer.param_specs().values()
+    )
+    if needed > free_bytes:
+        raise ConfigError(
+            f"the model's weights need {size_text(needed)}, but only {size_text(free_bytes)} of "
+            "memory is free; use a smaller model or a machine with more memory",
+            "model",
+        )
 
 
 def fill(

@@ -15,7 +15,7 @@ from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
 from octavo.types import SAMPLE, Admit, StepPlan, StepResult, TokenParams, WorkerInfo, pack
 from octavo.weights.loader import LoadReport
-from octavo.worker.assemble import Choices, build, choose, fill, finish, open_model
+from octavo.worker.assemble import Choices, build, check_room, choose, fill, finish, open_model
 from octavo.worker.buffers import InputBuffers
 from octavo.worker.cache import allocate_cache
 from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
@@ -50,8 +50,11 @@ class Worker:
             checkpoint, spec = open_model(config)
         with self._phase("kernels"):
             choices = choose(config, spec, device)
+            # What cannot fit now will not fit after loading: say so before that takes its time.
+            plan_cache(self._cache_request(choices, free_at_start))
         with self._phase("build"):
             decoder = build(config, choices, device)
+            check_room(decoder, device.free_memory())
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, self._bytes)
         with self._phase("fuse"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.config import WorkerConfig
+from octavo.device.cpu import CpuDevice
 from octavo.errors import CheckpointError, ConfigError
 from octavo.executor.local import LocalExecutor
 from octavo.types import PROMPT_LOGPROBS, SAMPLE, Admit, StepPlan, TokenParams, pack, unpack
@@ -103,6 +104,28 @@ def test_what_cannot_be_honoured_is_refused(
     with pytest.raises(ConfigError) as caught:
         Worker(config_of(folder, **{"kernels": "reference", **change})).load()
     assert caught.value.option == option
+
+
+class Cramped(CpuDevice):
+    """A machine with little memory left."""
+
+    def free_memory(self) -> int:
+        return 100_000
+
+
+def test_weights_that_do_not_fit_are_refused_before_loading(folder: Path) -> None:
+    heard: list[str] = []
+    with pytest.raises(ConfigError, match="weights need 337") as caught:
+        Worker(config_of(folder, kernels="reference", dtype="float32"), Cramped(1)).load(heard.append)
+    assert caught.value.option == "model"
+    assert heard[-1] == "build"
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_loading(folder: Path) -> None:
+    heard: list[str] = []
+    with pytest.raises(ConfigError, match="One sequence of 128 tokens needs"):
+        Worker(config_of(folder, num_blocks=31)).load(heard.append)
+    assert heard[-1] == "kernels"
 
 
 def test_fused_kernels_leave_torch_one_thread(folder: Path) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from octavo.config import SchedulerConfig
 from octavo.engine.block_pool import BlockPool, root_digest
-from octavo.engine.policy import WaitingQueue, rank_of
+from octavo.engine.policy import WaitingQueue, limit_of, rank_of, refusal
 from octavo.engine.sequence import NEVER, Chunk, Columns, Draft, Sequence, Slots, Step
 from octavo.types import (
     LAST_CHUNK,
@@ -87,17 +87,11 @@ class Scheduler:
         if problem:
             self._news.append(SequenceOutput(request.id, [], "error", error=problem))
             return
-        config = self.config
         self._num_added += 1
         sequence = Sequence.of(
             request,
-            limit=min(
-                len(request.prompt_ids) + request.params.max_tokens,
-                config.max_model_len,
-                # The last token's KV is never computed.
-                config.num_blocks * config.block_size + 1,
-            ),
-            rank=rank_of(config.policy, request, self._num_added),
+            limit=limit_of(request, self.config),
+            rank=rank_of(self.config.policy, request, self._num_added),
             root=self._root(request),
         )
         self.by_id[sequence.id] = sequence
@@ -126,27 +120,9 @@ class Scheduler:
         return len(self.by_id)
 
     def _problem(self, request: AddRequest) -> str:
-        config = self.config
-        num_known = len(request.prompt_ids) + len(request.emitted_ids)
         if request.id in self.by_id:
             return f"request id {request.id!r} is in use; ids must be unique"
-        if not request.prompt_ids:
-            return "prompt_ids is empty; a prompt needs at least one token"
-        if len(request.prompt_ids) >= config.max_model_len:
-            return (
-                f"the prompt has {len(request.prompt_ids)} tokens, which leaves no room for output"
-                f" in a context of {config.max_model_len}; shorten it or raise max_model_len"
-            )
-        needed = self.pool.blocks_for(num_known)
-        if needed > config.num_blocks:
-            return (
-                f"the request's {num_known} tokens need {needed} blocks of KV cache, but there are"
-                f" only {config.num_blocks}; shorten the prompt or enlarge the cache"
-            )
-        known = request.prompt_ids + request.emitted_ids
-        if min(known) < 0 or max(known) > 2**31 - 1:
-            return f"{min(known)} to {max(known)} is not the range of a vocabulary"
-        return ""
+        return refusal(request, self.config)
 
     def _root(self, request: AddRequest) -> bytes | None:
         if self.config.prefix_caching:

@@ -115,9 +115,8 @@ class Machine:
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
         self.block_size = block_size
-        self.tokens = np.full(num_blocks * block_size, -1, np.int64)
-        self.positions = np.full(num_blocks * block_size, -1, np.int64)
-        self.contexts = np.full(num_blocks * block_size, -1, np.int64)
+        self.memory = np.full((3, num_blocks * block_size), -1, np.int64)
+        self.tokens, self.positions, self.contexts = self.memory
         self.slots: list[Slot | None] = [None] * num_slots
         self.behaviours: dict[int, Behaviour] = {}  # by seed
         self.transient: set[int] = set()  # steps that fail once, if they have several rows
@@ -158,6 +157,11 @@ class Machine:
             return Done(None, error)
         except Exception as error:
             raise MachineFault(f"{type(error).__name__}: {error}") from error
+
+    def contents(self, blocks: list[int]) -> np.ndarray:
+        """[N, 3, block_size]: tokens, positions and contexts of blocks."""
+        cells = self.memory.reshape(3, -1, self.block_size)[:, blocks]
+        return cells.transpose(1, 0, 2)
 
     def _step(self, plan: StepPlan) -> StepResult:
         rows = self._read(plan)

@@ -63,11 +63,11 @@ def expect(request: AddRequest, behaviour: Behaviour, config: SchedulerConfig) -
 
 
 class ContentOracle:
-    """Every digest that may ever be registered, with the tokens that it names."""
+    """Every digest that may ever be registered, with the cells that it names."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.named: dict[bytes, tuple[list[int], str]] = {}
+        self.named: dict[bytes, np.ndarray] = {}  # [3, block_size], as `Machine.contents`
 
     def add(self, expected: Expected) -> None:
         request, size = expected.request, self.config.block_size
@@ -78,7 +78,10 @@ class ContentOracle:
         for text in (request.cache_salt, request.adapter, group):
             root += len(text.encode()).to_bytes(8, "little") + text.encode()
         digest, tokens = blake2b(root, digest_size=16).digest(), expected.tokens
+        cells = np.stack(
+            [tokens, np.arange(len(tokens)), contexts_of(np.array(tokens), request.adapter)]
+        )
         for end in range(size, len(tokens) + 1, size):
             data = digest + pack(tokens[end - size : end])
             digest = blake2b(data, digest_size=16).digest()
-            self.named[digest] = tokens[:end], request.adapter
+            self.named[digest] = cells[:, end - size : end]

@@ -9,6 +9,7 @@ import pytest
 from tests.engine.workload import run_seed
 
 
+@pytest.mark.timeout(7200)  # thousands of seeds take minutes
 def test_random_workloads(pytestconfig: pytest.Config) -> None:
     first = pytestconfig.getoption("--first-seed", 0)
     count = pytestconfig.getoption("--seeds", 200)

@@ -13,7 +13,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.invariants import check
 from octavo.engine.scheduler import Scheduler
 from octavo.types import AddRequest, SequenceOutput, StepOutputs, TokenLogprobs, TokenParams
-from tests.engine.machine import VOCAB, Behaviour, Machine, contexts_of, random_behaviour
+from tests.engine.machine import VOCAB, Behaviour, Machine, random_behaviour
 from tests.engine.oracle import ContentOracle, Expected, expect
 
 MODES = [(1, 0), (2, 1), (2, 0), (4, 0), (4, 1), (3, 2)]
@@ -238,18 +238,16 @@ class Run:
 
     def check_content(self) -> None:
         """Every cell of a registered block holds what its hash names."""
-        machine, size = self.machine, self.config.block_size
-        if machine.failed_epoch == self.scheduler.epoch:
+        if self.machine.failed_epoch == self.scheduler.epoch:
             return  # the failed step has not landed: the host cannot know yet
-        for digest, block in self.scheduler.pool.block_of.items():
-            assert digest in self.oracle.named, f"block {block}: a hash of nothing known"
-            tokens, adapter = self.oracle.named[digest]
-            cells = slice(block * size, block * size + size)
-            assert machine.tokens[cells].tolist() == tokens[-size:], f"block {block}: tokens"
-            at = np.arange(len(tokens) - size, len(tokens))
-            assert (machine.positions[cells] == at).all(), f"block {block}: positions"
-            contexts = contexts_of(np.array(tokens), adapter)[-size:]
-            assert (machine.contexts[cells] == contexts).all(), f"block {block}: context"
+        registered = self.scheduler.pool.block_of
+        if not registered:
+            return
+        unknown = registered.keys() - self.oracle.named.keys()
+        assert not unknown, f"blocks {[registered[d] for d in unknown]}: hashes of nothing known"
+        named = np.stack([self.oracle.named[digest] for digest in registered])
+        held = self.machine.contents(list(registered.values()))
+        assert (held == named).all(), f"blocks do not hold what they are named: {registered}"
 
     def check_end(self) -> None:
         scheduler = self.scheduler

@@ -36,6 +36,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("The request body begins with a byte order mark; leave it out.")
     try:
         value = msgspec.json.decode(body)
+        if b"\\u0000" in body:
+            _refuse_nul(value)
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except msgspec.MsgspecError as error:  # not JSON, or a number out of range
@@ -44,8 +46,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"The request body cannot be read: {error}.{where}", name) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"The request body must be a JSON object, not {_json_name(value)}.")
-    if b"\\u0000" in body:
-        _refuse_nul(value)
     return value
 
 
@@ -53,8 +53,6 @@ def to_record(body: Mapping[str, Any], kind: type[Record]) -> Record:
     """The record that `body` holds. Raises InvalidRequest that names the field."""
     try:
         return msgspec.convert(body, kind)
-    except RecursionError:
-        raise InvalidRequest("The request body is nested too deeply.") from None
     except msgspec.ValidationError as error:
         message = str(error)
         match = _PATH.search(message)
@@ -115,10 +113,11 @@ def _json_name(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _refuse_nul(body: dict[str, Any]) -> None:
-    for name, value in body.items():
+def _refuse_nul(body: object) -> None:
+    for name, value in body.items() if isinstance(body, dict) else ():
         if _has_nul(name) or _has_nul(value):
-            raise InvalidRequest(f"{shorten(name)} holds a NUL character; leave it out.", name)
+            shown = shorten(name.replace("\0", "?"))
+            raise InvalidRequest(f"{shown} holds a NUL character; leave it out.", shown)
 
 
 def _has_nul(value: object) -> bool:

@@ -106,9 +106,11 @@ def limited_protocol(limits: HttpLimits) -> type[HttpToolsProtocol]:
             raise _Refused
 
         def _refuse(self, status: int) -> None:
-            """Answer in the API's own form, unless an answer is on its way, and close."""
-            answering = self.cycle is not None and self.cycle.response_started
-            if not (answering and not self.cycle.response_complete):
+            """Answer in the API's own form, if it is this request's turn, and close."""
+            cycle = self.cycle  # of the request before, while a head is read
+            if cycle is None or (
+                cycle.response_complete if self._in_head else not cycle.response_started
+            ):
                 kind = "BadRequestError"
                 body = msgspec.json.encode(error_body(_TEXTS[status], kind=kind, status=status))
                 self.transport.write(
@@ -132,7 +134,7 @@ def limited_protocol(limits: HttpLimits) -> type[HttpToolsProtocol]:
             self._timer = None
             if self.flow.read_paused:  # it is we who do not read
                 self._wait(limits.idle_timeout)
-            elif self.cycle is None or self._in_head or not self.cycle.response_complete:
+            else:
                 self._refuse(408)
 
     return LimitedProtocol

@@ -156,7 +156,7 @@ def test_counts_are_exact_over_a_random_life() -> None:
             hit = dice.randint(0, length - 1)
             began = dice.random() < 0.7
             arrival = dice.uniform(0, 10)
-            times = RequestTimes(arrival, prompt_tokens=length, n=dice.randint(1, 4))
+            times = RequestTimes(arrival, prompt_tokens=length, max_tokens=9)
             if began:
                 times.scheduled = arrival + 0.5
                 times.first_token = arrival + 1
@@ -185,7 +185,8 @@ def test_counts_are_exact_over_a_random_life() -> None:
         assert value(samples, "vllm:request_success_total", finished_reason=reason) == number
     total = sum(ended.values())
     assert total == first + before
-    for name in ("e2e_request_latency_seconds", "request_prompt_tokens", "request_params_n"):
+    everywhere = ("e2e_request_latency_seconds", "request_prompt_tokens", "request_params_n")
+    for name in (*everywhere, "request_params_max_tokens"):
         assert value(samples, f"vllm:{name}_count") == total
     for name in ("request_queue_time_seconds", "request_prefill_time_seconds"):
         assert value(samples, f"vllm:{name}_count") == first

@@ -246,12 +246,12 @@ class EngineArgs(Record):
         remedy="the one worker lives in the engine's process; use uni or leave it out.",
     )
 
-    enable_log_requests: bool = option(
-        False, "log each request's settings and length, never its text", group="Logging"
-    )
     disable_log_stats: bool = option(
-        False, "do not log load and speed every ten seconds", group="Logging"
+        True,
+        "load and speed are on the route /metrics and never logged, so both values mean the same",
+        group="Logging",
     )
+    enable_log_requests: bool = absent(False, "requests are not logged; leave it out.")
 
     tokenizer_mode: str = absent("auto", "there is one tokenizer; use auto.")
     runner: str = absent("auto", "models generate text only; use auto.")
@@ -334,21 +334,12 @@ class ServerArgs(Record):
         minimum=0,
         env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",),
     )
-    engine_ready_timeout: int = option(
-        600, "seconds that loading may take", minimum=1, env=("VLLM_ENGINE_READY_TIMEOUT_S",)
-    )
     max_body_bytes: int = option(
         32 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024
     )
 
     chat_template: str | None = option(
         None, "chat template (file or text) instead of the model's", kind="str", group="Requests"
-    )
-    chat_template_content_format: str = option(
-        "auto",
-        "how message parts reach the template",
-        group="Requests",
-        choices=("auto", "string", "openai"),
     )
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, "JSON object of template arguments for every request", group="Requests"
@@ -361,16 +352,14 @@ class ServerArgs(Record):
         True, "refuse unknown fields in requests with the nearest known name", group="Requests"
     )
     enable_prompt_tokens_details: bool = option(
-        False, "say in usage how many prompt tokens were cached", group="Requests"
+        True,
+        "say in usage how many prompt tokens were cached; always on",
+        group="Requests",
+        only=(True,),
+        remedy="cached tokens are always told; leave it out.",
     )
     enable_force_include_usage: bool = option(
         False, "send usage at the end of every stream", group="Requests"
-    )
-    sse_keep_alive_interval: float = option(
-        0.0,
-        "seconds of silence in a stream before a comment is sent; 0 is never",
-        group="Requests",
-        minimum=0,
     )
     enable_request_id_headers: bool = option(
         True,
@@ -404,7 +393,11 @@ class ServerArgs(Record):
     )
 
     enable_server_load_tracking: bool = option(
-        False, "count requests in flight for the route /load", group="Logging"
+        True,
+        "count requests in flight for the route /load; always on",
+        group="Logging",
+        only=(True,),
+        remedy="requests are always counted; leave it out.",
     )
     metric_aliases: list[str] = option(
         [], "sets of other metric names to export as well: legacy, seed", group="Logging"
@@ -423,6 +416,11 @@ class ServerArgs(Record):
         choices=("trace", "debug", "info", "warning", "error", "critical"),
     )
 
+    engine_ready_timeout: int = absent(600, "loading has no time limit yet; leave it out.")
+    sse_keep_alive_interval: float = absent(0.0, "silent streams stay silent; leave it out.")
+    chat_template_content_format: str = absent(
+        "auto", "how parts reach the template is read off the template; use auto."
+    )
     enable_per_request_metrics: bool = absent(False, "not built yet; leave it out.")
     enable_tokenizer_info_endpoint: bool = absent(False, "not built yet; leave it out.")
     otlp_traces_endpoint: str | None = absent(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ Message: TypeAlias = dict[str, str]
 T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
+LOADING_SECONDS = 120
 
 
 class Source(Protocol):
@@ -143,10 +145,14 @@ class ServerSource:
 
         if self._model is not None:
             return
-        try:
-            reply = self._client.get("/v1/models")
-        except httpx.HTTPError as error:
-            raise EngineDead(self._unreachable(error)) from None
+        for _ in range(LOADING_SECONDS):
+            try:
+                reply = self._client.get("/v1/models")
+            except httpx.HTTPError as error:
+                raise EngineDead(self._unreachable(error)) from None
+            if reply.status_code != 503:
+                break
+            time.sleep(1)  # the model is still loading
         _refuse(reply.status_code, reply.text)
         self._model = str(reply.json()["data"][0]["id"])
 

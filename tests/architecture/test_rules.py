@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.fields import options_of
+from octavo.options import EngineArgs, ServerArgs
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "octavo"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "triton" not in path.parts)
@@ -190,3 +193,22 @@ def test_text_of_the_repository_names_no_machine() -> None:
     for path in [*FILES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         found = home.search(path.read_text(encoding="utf-8"))
         assert found is None, f"{path.relative_to(ROOT)}: {found.group() if found else ''}"
+
+
+def test_every_option_is_read_by_something() -> None:
+    """An option that nothing reads would be ignored, which no option may be."""
+    read = {
+        node.attr
+        for name in NAMES
+        if name not in {"options.py", "fields.py", "renamed.py"}
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.Attribute)
+    }
+    both_values_mean_the_same = {"enforce_eager", "disable_log_stats"}
+    offered = {
+        name
+        for record in (EngineArgs, ServerArgs)
+        for name, details in options_of(record).items()
+        if details.only is None
+    }
+    assert sorted(offered - read - both_values_mean_the_same) == []

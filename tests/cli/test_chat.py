@@ -25,8 +25,13 @@ class Fake(http.server.BaseHTTPRequestHandler):
 
     seen: list[dict[str, Any]] = []  # noqa: RUF012 - replaced by each server
     key = ""
+    loading = 0  # answers that are still 503
 
     def do_GET(self) -> None:
+        if self.loading:
+            type(self).loading -= 1
+            self._send(503, "application/json", '{"error": {"message": "loading"}}')
+            return
         self._send(200, "application/json", json.dumps({"data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
@@ -98,6 +103,20 @@ def test_a_wrong_key_is_told(
     assert main(["chat", "--url", f"{url}/v1", "--api-key", "x", "hello"]) == 1
     assert "answered 401: wrong key" in capsys.readouterr().err
     assert main(["chat", "--url", url, "--api-key", "sesame", "hello"]) == 0
+
+
+def test_a_server_that_loads_is_waited_for(
+    server: tuple[str, type[Fake]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, handler = server
+    handler.loading = 3
+    waits: list[float] = []
+    monkeypatch.setattr("octavo.cli.chat_sources.time.sleep", waits.append)
+    assert main(["chat", "--url", url, "hello"]) == 0
+    assert capsys.readouterr().out == "hello \n"
+    assert len(waits) == 3
 
 
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:

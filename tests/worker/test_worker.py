@@ -116,7 +116,9 @@ class Cramped(CpuDevice):
 def test_weights_that_do_not_fit_are_refused_before_loading(folder: Path) -> None:
     heard: list[str] = []
     with pytest.raises(ConfigError, match="weights need 337") as caught:
-        Worker(config_of(folder, kernels="reference", dtype="float32"), Cramped(1)).load(heard.append)
+        Worker(config_of(folder, kernels="reference", dtype="float32"), Cramped(1)).load(
+            heard.append
+        )
     assert caught.value.option == "model"
     assert heard[-1] == "build"
 

@@ -92,6 +92,12 @@ class Reader:
             names = " or ".join(repr(one) for one in supported)
             raise self.error(key, f"changes the output and is not supported; only {names} is")
 
+    def require_flat(self) -> None:
+        """Refuses objects inside this one: settings that differ by kind of layer."""
+        for key, value in self._values.items():
+            if isinstance(value, dict):
+                raise self.error(key, "differs by kind of layer, which is not supported")
+
     def error(self, key: str, problem: str) -> ConfigError:
         """The error for `key`; its value is shown."""
         value = self._values.get(key)
@@ -135,6 +141,7 @@ def read_rope(config: Reader, head_dim: int, max_len: int) -> RopeSpec:
     section = config.child("rope_scaling") or config.child("rope_parameters") or Reader({})
     config.require("partial_rotary_factor", 1.0)
     section.require("partial_rotary_factor", 1.0)
+    section.require_flat()
     theta = section.number("rope_theta", config.number("rope_theta", 10000.0))
     kind = _rope_kind(section)
     if kind == "default":

@@ -6,26 +6,37 @@ was written, or out of place, shows in the logits.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.base import AttentionBackend, AttentionNeed
+from octavo.attention.native import NativeAttention
 from octavo.attention.sdpa import SdpaAttention
 from octavo.forward import ForwardBatch, KVCache
+from octavo.kernels.cpu.binding import Library
+from octavo.kernels.cpu.binding import load as load_library
+from octavo.kernels.cpu.native import NativeOps
+from octavo.kernels.cpu.onednn import onednn_ops
 from octavo.kernels.ops import Ops
 from octavo.kernels.reference import reference_ops
 from octavo.layers.build import Build
 from octavo.models.decoder import Decoder
+from octavo.models.fused import FusedDecoder, fuse
 from octavo.models.load import attention_need, build_model
 from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.none import Unquantized
 from octavo.weights.spec import ParamSpec
+
+NUM_BLOCKS = 500
+KERNELS = ("reference", "onednn", "native", "fused")
 
 
 @dataclass
@@ -40,14 +51,16 @@ class Row:
 class Driver:
     """A decoder with a cache of its own."""
 
-    def __init__(self, decoder: Decoder, build: Build, *, num_blocks: int, seed: int) -> None:
+    def __init__(
+        self, model: Decoder | FusedDecoder, build: Build, *, num_blocks: int, seed: int
+    ) -> None:
         layout = build.attention.layout(build.need, num_blocks)
-        layers = decoder.spec.num_layers
+        layers = model.spec.num_layers
 
         def pages(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
             return tuple(torch.full(shape, torch.nan, dtype=layout.dtype) for _ in range(layers))
 
-        self.decoder = decoder
+        self.model = model
         self.attention = build.attention
         self.block_size = build.need.block_size
         self.kv = KVCache(pages(layout.key), pages(layout.value), self.block_size)
@@ -63,7 +76,7 @@ class Driver:
         decodes = [item for item in work if self._decodes(*item)]
         prefills = [item for item in work if not self._decodes(*item)]
         batch, ids = self._batch(decodes, prefills, every)
-        logits = self.decoder.forward(ids, batch)
+        logits = self.model.forward(ids, batch)
         parts = iter(logits.split([n if every else 1 for _, n in decodes + prefills]))
         found = {id(row): next(parts) for row, _ in decodes + prefills}
         for row, n in work:
@@ -156,6 +169,55 @@ def i32(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+@functools.cache
+def native_library() -> Library | str:
+    """One for all tests; one thread, since threads are tested with the kernels."""
+    return load_library(threads=1)
+
+
+def parts_of(kernels: str, need: AttentionNeed) -> tuple[Ops, AttentionBackend]:
+    """The kernels of that name ("fused" are native ones); skips the test if they cannot be had."""
+    if kernels == "reference":
+        return reference_ops(need.dtype), SdpaAttention()
+    if kernels == "onednn":
+        table = onednn_ops(need.dtype)
+        if isinstance(table, str):
+            pytest.skip(f"no oneDNN kernels: {table}")
+        return table, SdpaAttention()
+    library = native_library()
+    if isinstance(library, str):
+        pytest.skip(f"no native kernels: {library}")
+    if library.refuse(need.dtype):
+        pytest.skip(library.refuse(need.dtype))
+    native = NativeAttention(library)
+    attention = SdpaAttention() if native.supports(need) else native
+    return NativeOps(library, need.dtype).table("for tests"), attention
+
+
+def start(
+    spec: ModelSpec,
+    state: dict[str, Tensor],
+    kernels: str = "reference",
+    *,
+    seed: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Driver:
+    """A driver over the kernels of that name: reference, onednn, native, or fused."""
+    need = attention_need(
+        spec, mesh=Mesh.single(), device="cpu", block_size=block_size, dtype=dtype
+    )
+    ops, attention = parts_of(kernels, need)
+    build = make_build(spec, dtype=dtype, block_size=block_size, ops=ops, attention=attention)
+    decoder = fill(build_model(spec, build), state)
+    if kernels != "fused":
+        return Driver(decoder, build, num_blocks=NUM_BLOCKS, seed=seed)
+    fused = fuse(decoder, ops)
+    if isinstance(fused, str):
+        pytest.skip(f"cannot be fused: {fused}")
+    return Driver(fused, build, num_blocks=NUM_BLOCKS, seed=seed)
+
+
 def make_build(
     spec: ModelSpec,
     *,
@@ -206,8 +268,6 @@ def cut(tensor: Tensor, spec: ParamSpec, index: int) -> Tensor:
     return tensor
 
 
-def make_driver(
-    spec: ModelSpec, state: dict[str, Tensor], build: Build, *, seed: int, num_blocks: int = 400
-) -> Driver:
+def make_driver(spec: ModelSpec, state: dict[str, Tensor], build: Build, *, seed: int) -> Driver:
     """A filled decoder with its cache."""
-    return Driver(fill(build_model(spec, build), state), build, num_blocks=num_blocks, seed=seed)
+    return Driver(fill(build_model(spec, build), state), build, num_blocks=NUM_BLOCKS, seed=seed)

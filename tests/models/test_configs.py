@@ -151,6 +151,7 @@ def test_windows() -> None:
             {"type": "llama3", **LLAMA3, "low_freq_factor": None},
         ),
         (LLAMA, "rope_scaling.truncate", {"type": "yarn", "factor": 2.0, "truncate": False}),
+        (LLAMA, "rope_parameters.full_attention", {"full_attention": {"rope_type": "yarn"}}),
         (QWEN2, "layer_types", ["sliding_attention"] * 4),
         (MISTRAL, "sliding_window", 0),
         (MISTRAL, "layer_types", ["full_attention"] * 4),

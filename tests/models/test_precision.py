@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.registry import read_spec
-from tests.models.driver import Row, make_build, make_driver
+from tests.models.driver import KERNELS, Row, start
 from tests.models.twins import CASES, make_twin
 
 # Distance from the f32 logits over that of transformers in the same dtype. Over four seeds of each
@@ -19,9 +19,13 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# Half floats are for the reference kernels alone.
+VARIANTS = [*((kernels, torch.bfloat16) for kernels in KERNELS), ("reference", torch.float16)]
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), VARIANTS)
 @pytest.mark.parametrize("case", CASES)
-def test_narrow_types_stay_close_to_f32(case: str, dtype: torch.dtype) -> None:
+def test_narrow_types_stay_close_to_f32(case: str, kernels: str, dtype: torch.dtype) -> None:
     """The weights are rounded to `dtype` for both, so that only the arithmetic differs."""
     twin = make_twin(case, dtype)
     prompt = twin.prompt(60)
@@ -30,8 +34,7 @@ def test_narrow_types_stay_close_to_f32(case: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         exact = twin.model.float()(torch.tensor([prompt])).logits[0]
     spec = read_spec(twin.config)
-    build = make_build(spec, dtype=dtype, block_size=7)
-    driver = make_driver(spec, state, build, seed=twin.seed)
+    driver = start(spec, state, kernels, seed=twin.seed, block_size=7, dtype=dtype)
     row = Row(list(prompt))
     found = torch.cat([driver.step([(row, 30)], every=True)[0], driver.run(row, chunk=3)])
     ours, theirs = distance(found, exact), distance(narrow, exact)

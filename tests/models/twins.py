@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "llama-biases": (
         "Llama",
-        {"attention_bias": True, "mlp_bias": True, "head_dim": 20, "rms_norm_eps": 1e-3},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "rms_norm_eps": 1e-3},
     ),
+    "llama-odd-heads": ("Llama", {"head_dim": 20, "intermediate_size": 75}),
     "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama-all-kv-heads": ("Llama", {"num_key_value_heads": 4}),
     "llama-linear": ("Llama", rope("linear", factor=3.0)),
@@ -72,7 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biases-window": (
         "Qwen3",
         {
-            "head_dim": 24,
+            "head_dim": 48,
             "attention_bias": True,
             "use_sliding_window": True,
             "sliding_window": 5,
@@ -116,6 +118,18 @@ class Twin:
     def prompt(self, length: int) -> list[int]:
         """Random tokens, new ones each time."""
         return torch.randint(0, self.config["vocab_size"], (length,)).tolist()
+
+
+@functools.cache
+def _shared(case: str) -> Twin:
+    return make_twin(case)
+
+
+def shared_twin(case: str) -> Twin:
+    """One f32 twin a case and run, for tests that leave it as it is."""
+    twin = _shared(case)
+    print(f"case {case}, seed {twin.seed}")
+    return twin
 
 
 def make_twin(case: str, dtype: torch.dtype = torch.float32, seed: int | None = None) -> Twin:

@@ -195,6 +195,14 @@ def test_old_module_paths_call_the_same_commands() -> None:
     assert "never swapped" in done.stderr
 
 
+def test_the_old_benchmark_path_takes_the_old_flags() -> None:
+    words = ["--backend", "vllm", "--model", "m", "--num-prompts", "1", "--request-rate", "25"]
+    done = octavo("octavo.benchmarks.benchmark_serving", *words, "--port", "9")
+    assert done.returncode == 1
+    assert done.stderr.count("alias") == 1
+    assert "no server answers at http://127.0.0.1:9" in done.stderr
+
+
 def test_brief_flags_parse_and_are_refused_by_name() -> None:
     parser = flags.Parser("serve", "x")
     flags.add_model(parser)

@@ -209,7 +209,7 @@ class Scheduler:
         ]
         if self._held is not None:
             ready = ready[ready != self._held[0].slot]
-        ready = ready[: draft.budget]
+        ready = ready[: min(draft.budget, self._share_of_a_step(order.size))]
         short = ready[columns.computed[ready] >= columns.capacity[ready]]
         for slot in short.tolist():
             sequence = self.by_slot[slot]
@@ -218,6 +218,11 @@ class Scheduler:
         if draft.tight:
             ready = ready[columns.computed[ready] < columns.capacity[ready]]
         draft.add_decodes(ready, columns)
+
+    def _share_of_a_step(self, num_decoding: int) -> int:
+        """Rows a step takes so that `depth` steps find work: each may be in lookahead + 1."""
+        depth = self.config.depth
+        return -(-num_decoding * min(self.config.lookahead + 1, depth) // depth)
 
     def _plan_filling(self, draft: Draft) -> None:
         for sequence in sorted(self.filling, key=_rank):

@@ -102,6 +102,21 @@ def test_time_of_overlapping_steps_is_shared() -> None:
     assert 0 < total <= 1000.0 * next(times)
 
 
+@pytest.mark.parametrize(
+    ("depth", "lookahead", "rows"), [(1, 0, 4), (2, 1, 4), (2, 0, 2), (4, 0, 1), (4, 1, 2)]
+)
+def test_steps_in_flight_share_the_sequences(depth: int, lookahead: int, rows: int) -> None:
+    bench = Bench(depth=depth, lookahead=lookahead)
+    requests = [bench.add([number], 20) for number in range(4)]
+    for _ in range(8):
+        bench.step()
+    bench.plan()
+    assert {step.plan.num_rows for step in bench.scheduler.steps} <= {rows}
+    assert len(bench.scheduler.steps) == depth - 1
+    bench.finish()
+    bench.check_alone(*requests)
+
+
 def test_plans_can_be_replayed() -> None:
     """A plan is data: another machine given the same plans gives the same results."""
     plans: list[StepPlan] = []

@@ -139,7 +139,7 @@ def attentions(attention: NativeAttention, need: AttentionNeed, timer: Timer) ->
         k, v = torch.randn(2, count, KEYS, HEAD).to(DTYPE)
         turn = iter(range(10**9))
 
-        def work(batch: object = batch, q=q, k=k, v=v, turn: object = turn) -> None:  # noqa: ANN001
+        def work(batch: object = batch, q=q, k=k, v=v, turn: object = turn) -> None:
             attention.forward(q, k, v, next(turn) % layers, need, batch)
 
         pairs = sum(n * (2 * length - n + 1) / 2 for length, n in zip(lengths, tokens, strict=True))
@@ -178,7 +178,7 @@ def samples(ops: Ops, timer: Timer) -> None:
 
 
 def random_model(ops: Ops, need: AttentionNeed) -> StackModel:
-    def weight(rows: int, columns: int):  # noqa: ANN202
+    def weight(rows: int, columns: int):
         return ops.pack((torch.randn(rows, columns) * columns**-0.5).to(DTYPE))
 
     norm = torch.ones(HIDDEN, dtype=DTYPE)

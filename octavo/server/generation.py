@@ -8,7 +8,7 @@ exception here, so that it can never look like a short answer. Not for: JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -249,7 +249,7 @@ async def _merged(
         await _end(tasks)
 
 
-async def _end(tasks: list[asyncio.Future[None]]) -> None:
+async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

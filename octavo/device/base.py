@@ -24,9 +24,6 @@ class Device(Protocol):
     def compute_in_torch(self) -> None:
         """Gives torch's own kernels all threads; for models that are not computed natively."""
 
-    def leave_threads_to_kernels(self) -> None:
-        """Called once kernels with threads of their own run the whole model: torch keeps one."""
-
     def total_memory(self) -> int:
         """Bytes that this process could use if it were alone."""
 

@@ -40,21 +40,14 @@ class CpuDevice:
         """Leaves torch one thread.
 
         Loading is many small operations. On a machine with other work, torch's threads then wait
-        for each other far longer than they compute: a start of 3 s took 43 s.
+        for each other far longer than they compute: a start of 3 s took 43 s. The same holds for
+        steps whose heavy work is native: two sets of threads on the same cores cost 20 ms a step.
         """
         torch.set_num_threads(1)
 
     def compute_in_torch(self) -> None:
         """Gives torch all threads."""
         torch.set_num_threads(self.threads)
-
-    def leave_threads_to_kernels(self) -> None:
-        """One thread for torch: what is left to it in a step is too small to share.
-
-        Two sets of threads on the same cores wait for each other at every barrier; on a busy
-        machine that cost 20 ms a step.
-        """
-        torch.set_num_threads(1)
 
     def total_memory(self) -> int:
         """Main memory, or the control group's limit if lower."""

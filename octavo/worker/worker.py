@@ -59,8 +59,6 @@ class Worker:
             loaded = fill(decoder, checkpoint, config, self._bytes)
         with self._phase("fuse"):
             model, fuse_note = finish(decoder, choices.ops)
-            if model is not decoder:
-                device.leave_threads_to_kernels()
         if choices.ops.name != "native":
             device.compute_in_torch()
         with self._phase("cache"):

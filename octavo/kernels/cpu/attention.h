@@ -288,38 +288,42 @@ static inline void finish_row(float total, const float* values, typename D::T* o
   }
 }
 
-// Scores of one row -> weights; gives the maximum and the sum. Row sees positions [low, high).
+// Scores of one row -> weights; gives the maximum, scaled, and the sum. The row sees positions
+// [low, high).
 template <class D>
 static inline void soften(float* scores, typename D::T* weights, const Group* groups, int count,
                           int low, int high, const Heads& h, float& top_out, float& total_out) {
-  const V16 minus = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(h.scale);
+  const V16 minus = _mm512_set1_ps(-INFINITY);
   V16 best = minus;
   for (int g = 0; g < count; ++g) {
+    V16 s = _mm512_loadu_ps(scores + g * 16);
     const int from = low - groups[g].position;
     const int to = std::min(groups[g].width, high - groups[g].position);
-    V16 s = _mm512_mul_ps(_mm512_loadu_ps(scores + g * 16), scale);
+    const bool masked = from > 0 || to < 16;
     if (h.cap != 0) {
       const V16 cap = _mm512_set1_ps(h.cap);
-      s = _mm512_mul_ps(cap, tanh16(_mm512_div_ps(s, cap)));
+      s = _mm512_div_ps(_mm512_mul_ps(s, _mm512_set1_ps(h.scale)), cap);
+      s = _mm512_div_ps(_mm512_mul_ps(cap, tanh16(s)), _mm512_set1_ps(h.scale));
     }
-    if (from > 0 || to < 16) {
+    if (masked) {
       const __mmask16 keep = (to > 0 ? tail_mask(to) : 0) & ~(from > 0 ? tail_mask(from) : 0);
       s = _mm512_mask_mov_ps(minus, keep, s);
     }
-    _mm512_storeu_ps(scores + g * 16, s);
+    if (masked || h.cap != 0) _mm512_storeu_ps(scores + g * 16, s);
     best = _mm512_max_ps(s, best);
   }
-  const float top = max_lanes(best);
+  const float top = max_lanes(best) * h.scale;
   top_out = top;
   if (top == -INFINITY) {
     for (int g = 0; g < count; ++g) D::store(weights + g * 16, _mm512_setzero_ps());
     total_out = 0;
     return;
   }
-  const V16 shift = _mm512_set1_ps(top);
+  const V16 scale = _mm512_set1_ps(h.scale), shift = _mm512_set1_ps(top);
   V16 sum = _mm512_setzero_ps();
   for (int g = 0; g < count; ++g) {
-    const V16 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + g * 16), shift));
+    const V16 s = _mm512_fmsub_ps(_mm512_loadu_ps(scores + g * 16), scale, shift);
+    const V16 e = exp_below16<D::kStep == 2>(s);
     sum = _mm512_add_ps(sum, e);
     D::store(weights + g * 16, e);
   }

@@ -41,6 +41,28 @@ static inline V16 exp16(V16 x) {
   return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), under, _mm512_setzero_ps());
 }
 
+// exp(x) for x <= 0, and 0 for -inf, to 1 ulp or, `rough`, to 3e-6: enough for weights in bf16.
+template <bool rough>
+static inline V16 exp_below16(V16 x) {
+  const __mmask16 in_range = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
+  const V16 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+  V16 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+  V16 p;
+  if (rough) {
+    p = _mm512_set1_ps(8.3333333e-3f);
+  } else {
+    p = _mm512_fmadd_ps(_mm512_set1_ps(1.9841270e-4f), r, _mm512_set1_ps(1.3888889e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3333333e-3f));
+  }
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1666667e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666667e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(in_range, p, n);
+}
+
 static inline V16 silu16(V16 x) {
   const V16 one = _mm512_set1_ps(1.0f);
   const V16 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), x));

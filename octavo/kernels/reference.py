@@ -23,7 +23,7 @@ def reference_ops(dtype: torch.dtype) -> Ops:
 
     return Ops(
         name="reference",
-        reason="plain torch, as asked",
+        reason="plain torch",
         pack=pack,
         linear=linear,
         embed=embed,

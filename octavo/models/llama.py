@@ -7,6 +7,7 @@ in the checkpoint. Qwen and Mistral share most of both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from octavo.errors import ConfigError
 from octavo.models.reader import Reader, read_dtype, read_quantization, read_rope
@@ -14,17 +15,21 @@ from octavo.models.spec import ModelSpec, RopeSpec
 
 # Ours -> theirs, inside one block and without the parameter.
 # "{}" takes the part: q_proj, gate_proj.
-BLOCK_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attn.{}_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate_up": "mlp.{}_proj",
-    "mlp.down": "mlp.down_proj",
-}
-OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+BLOCK_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "attention_norm": "input_layernorm",
+        "attention.qkv": "self_attn.{}_proj",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+        "attention.output": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate_up": "mlp.{}_proj",
+        "mlp.down": "mlp.down_proj",
+    }
+)
+OUTER_NAMES: Mapping[str, str] = MappingProxyType(
+    {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+)
 
 
 def spec_of(config: Mapping[str, object]) -> ModelSpec:

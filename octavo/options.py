@@ -88,7 +88,10 @@ class EngineArgs(Record):
         {}, "JSON object laid over the model's sampling defaults", group="Model"
     )
     seed: int = option(
-        0, "seed of dummy weights; requests have their own", group="Model", minimum=0
+        0,
+        "seed of dummy weights, and of the seeds that requests without one get",
+        group="Model",
+        minimum=0,
     )
     trust_remote_code: bool = option(
         False,

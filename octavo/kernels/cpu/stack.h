@@ -239,7 +239,7 @@ class Stack {
       });
       return;
     }
-    const int group = size / kPanel, blocks = (int)ceil_div(tokens, 16 * kTileRows);
+    const int group = size / kPanel, blocks = (int)ceil_div(tokens, kBlockRows);
     team.run(count * blocks, false, [&](int item) {
       const int head = item / blocks, block = item % blocks;
       int panels[kMaxGroup];
@@ -247,7 +247,7 @@ class Stack {
       const T* bias = l.qkv_bias ? l.qkv_bias + (long)head * size : nullptr;
       multiply<D>(x, hidden_stride_, block_start(tokens, blocks, block),
                   block_start(tokens, blocks, block + 1), l.qkv, panels, group,
-                  l.qkv.panel((head + 1) * group),
+                  block + 1 < blocks ? nullptr : l.qkv.panel((head + 1) * group),
                   [&](int row, int n, const float* sums, int width) {
                     alignas(64) T values_of_head[kMaxGroup * kPanel];
                     for (int r = 0; r < n; ++r) {
@@ -290,8 +290,8 @@ class Stack {
       return;
     }
     const int half = size / kPanel;
-    const int group = tokens <= kTileRows ? 1 : 2;
-    const int groups = (int)ceil_div(half, group), blocks = (int)ceil_div(tokens, 16 * kTileRows);
+    const int group = tokens <= kSmallRows ? 1 : 2;
+    const int groups = (int)ceil_div(half, group), blocks = (int)ceil_div(tokens, kBlockRows);
     team.run(groups * blocks, false, [&](int item) {
       const int first = item / blocks * group, block = item % blocks;
       const int count = std::min(group, half - first), width = count * kPanel;
@@ -304,7 +304,7 @@ class Stack {
       const int column = first * kPanel;
       multiply<D>(x, hidden_stride_, block_start(tokens, blocks, block),
                   block_start(tokens, blocks, block + 1), l.gate_up, panels, 2 * count,
-                  l.gate_up.panel(first + count),
+                  block + 1 < blocks ? nullptr : l.gate_up.panel(first + count),
                   [&](int row, int n, const float* sums, int stride) {
                     alignas(64) T gate[2 * kPanel], up[2 * kPanel];
                     for (int r = 0; r < n; ++r) {

@@ -76,6 +76,7 @@ async def test_an_ending_without_a_token(ask: Any) -> None:
     assert last["logprobs"] is None
     assert (await ask(app, logprobs=logprobs)).status == 200
     assert (await complete(app, ["a", "b"])).status == 200
+    assert (await complete(app, max_tokens=0)).json["usage"]["completion_tokens"] == 0
 
 
 async def test_other_scopes_pass_and_cut_answers_are_told_to_the_server() -> None:

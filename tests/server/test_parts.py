@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from octavo.server.app import create_app
 from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs_body
 from octavo.server.middleware import Edge
-from octavo.server.protocol import limited_protocol
+from octavo.server.protocol import LimitedProtocol
 from octavo.server.settings import HttpLimits
 from octavo.server.stream import gone
 from octavo.text.assembler import Delta, TokenLogprob
@@ -139,7 +139,7 @@ class Wire(asyncio.Transport):
 async def connect(app: Any, **limits: float) -> tuple[Any, Wire]:
     config = Config(app, ws="none", lifespan="off", log_config=None)
     config.load()
-    protocol = limited_protocol(HttpLimits(**limits))(config, ServerState(), {})  # type: ignore[arg-type]
+    protocol = LimitedProtocol(config, ServerState(), {}, limits=HttpLimits(**limits))  # type: ignore[arg-type]
     wire = Wire()
     protocol.connection_made(wire)
     return protocol, wire

@@ -35,6 +35,8 @@ class CoreSource(Protocol):
 
     @property
     def client(self) -> EngineClient: ...
+    @property
+    def restarting(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class TextEngine:
         """From the core's last heartbeat; costs nothing."""
         client = self._source.client
         pulse, now = client.pulse, self._clock()
-        alive = client.dead is None
+        alive = client.dead is None and not self._source.restarting
         phase = "draining" if self._draining and alive else pulse.phase
         silent = now - pulse.heard_at
         stalled = silent if silent > HEARTBEAT_GRACE else 0.0

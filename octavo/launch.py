@@ -163,6 +163,7 @@ def _settings(args: ServerArgs) -> ServerSettings:
         force_include_usage=args.enable_force_include_usage,
         response_role=args.response_role,
         max_body_bytes=args.max_body_bytes,
+        keep_alive_interval=args.sse_keep_alive_interval,
     )
 
 

@@ -148,3 +148,37 @@ def test_a_mismatched_folder_names_the_tensors(smollm2_folder: Path, tmp_path: P
 def test_a_taken_port_is_named(server: RunningServer, smollm2_gguf: Path) -> None:
     port = server.url.rpartition(":")[2]
     assert port in start_fails(str(smollm2_gguf), "--host", "127.0.0.1", "--port", port)
+
+
+def test_a_full_queue_refuses_and_a_deadline_ends(smollm2_gguf: Path, tmp_path: Path) -> None:
+    tight = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--api-key", "sk-test")
+    blocks = ("--max-model-len", "1024", "--num-gpu-blocks-override", "128")
+    key = {"authorization": "Bearer sk-test"}
+    with serving(smollm2_gguf, tmp_path / "log", *tight, *blocks, wait=False) as server:
+        wait_for(lambda: server.get("/health/ready").status_code == 200, server)
+        url = f"{server.url}/v1/completions"
+        assert httpx.post(url, json={"prompt": "x"}).status_code == 401
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True}
+        with (
+            httpx.Client(headers=key, timeout=60) as client,
+            client.stream("POST", url, json={**body, "stream": True}) as running,
+        ):
+            next(running.iter_lines())
+            late = httpx.post(
+                url, json=body, headers={**key, "X-Request-Deadline-Ms": "300"}, timeout=30
+            )
+            assert late.status_code == 504
+            waiting = threading.Thread(
+                target=lambda: httpx.post(url, json=body, headers=key, timeout=60), daemon=True
+            )
+            waiting.start()
+            deadline = time.monotonic() + 10
+            refused = late
+            while refused.status_code != 429 and time.monotonic() < deadline:
+                refused = httpx.post(
+                    url, json=body, headers={**key, "X-Request-Deadline-Ms": "200"}, timeout=30
+                )
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "RateLimitError"

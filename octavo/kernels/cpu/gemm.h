@@ -201,15 +201,21 @@ static inline void product(Team& team, const typename D::T* x, long stride, int 
       });
 }
 
+// Sums [i, i + 16), with bias if any.
+template <class D>
+static inline V16 result16(const float* sums, const typename D::T* bias, int i, __mmask16 m) {
+  V16 v = _mm512_loadu_ps(sums + i);
+  if (bias) v = _mm512_add_ps(v, D::load(bias + i, m));
+  return v;
+}
+
 // One row of sums -> out, with bias if any; D is the type of the bias, O of the result.
 template <class D, class O>
 static inline void put_row(const float* sums, const typename D::T* bias, typename O::T* out,
                            int columns) {
   for (int c = 0; c < columns; c += 16) {
     const __mmask16 m = tail_mask(columns - c);
-    V16 v = _mm512_loadu_ps(sums + c);
-    if (bias) v = _mm512_add_ps(v, D::load(bias + c, m));
-    O::store(out + c, v, m);
+    O::store(out + c, result16<D>(sums, bias, c, m), m);
   }
 }
 

@@ -262,11 +262,9 @@ class Stack {
   void add(Team& team, const T* x, long stride, int tokens, const Matrix& w, const T* bias) {
     product<D>(team, x, stride, tokens, w,
                [&](int row, int n, int column, int columns, const float* sums, int width) {
-                 alignas(64) T change[kMaxGroup * kPanel];
                  for (int r = 0; r < n; ++r) {
-                   put_row<D, D>(sums + r * width, bias ? bias + column : nullptr, change, columns);
-                   T* to = hidden_ + (row + r) * hidden_stride_ + column;
-                   add_row<D>(change, to, to, columns);
+                   add_sums<D>(sums + r * width, bias ? bias + column : nullptr,
+                               hidden_ + (row + r) * hidden_stride_ + column, columns);
                  }
                });
   }
@@ -306,13 +304,11 @@ class Stack {
                   block_start(tokens, blocks, block + 1), l.gate_up, panels, 2 * count,
                   block + 1 < blocks ? nullptr : l.gate_up.panel(first + count),
                   [&](int row, int n, const float* sums, int stride) {
-                    alignas(64) T gate[2 * kPanel], up[2 * kPanel];
                     for (int r = 0; r < n; ++r) {
                       const float* from = sums + r * stride;
-                      put_row<D, D>(from, bias ? bias + column : nullptr, gate, width);
-                      put_row<D, D>(from + width, bias ? bias + size + column : nullptr, up, width);
-                      silu_mul_row<D>(gate, up, middle_ + (row + r) * middle_stride_ + column,
-                                      width);
+                      silu_mul_sums<D>(from, from + width, bias ? bias + column : nullptr,
+                                       bias ? bias + size + column : nullptr,
+                                       middle_ + (row + r) * middle_stride_ + column, width);
                     }
                   });
     });

@@ -188,11 +188,11 @@ class TextEngine:
             request.id: self._choice(index, request, params)
             for index, request in enumerate(requests)
         }
-        self._enter(len(requests))
         client = self._source.client
+        stream = client.submit(requests)
+        self._by_request[request_id] = stream
+        self._enter(len(requests))
         try:
-            stream = client.submit(requests)
-            self._by_request[request_id] = stream
             while choices:
                 for output in await stream.news():
                     choice = choices.get(output.id)
@@ -213,7 +213,8 @@ class TextEngine:
             raise
         finally:
             client.abort(list(choices))
-            self._by_request.pop(request_id, None)
+            if self._by_request.get(request_id) is stream:  # a later request may have the same id
+                del self._by_request[request_id]
             for choice in choices.values():
                 self._leave(choice, "abort")
 

@@ -194,7 +194,7 @@ class TritonAttention:
     def _pieces(self, batch: ForwardBatch, form: str | None) -> tuple[Pieces, Pieces]:
         """(for layers without a window, for layers with one)."""
         rows = batch.num_decodes
-        need, shape = self._sizes()
+        shape = self._sizes()[1]
         if self._room is None or self._room.rows < rows:
             self.reserve(rows)
         room = self._room

@@ -56,7 +56,8 @@ def linear(
     """x [T, K], weight plain [N, K], bias [N] -> [T, N] in `out_dtype` or x's dtype."""
     data = weight.data
     if x.shape[0] == 1 and x.dtype.itemsize == 2:
-        return gemv(x, data, bias, out_dtype=out_dtype)
+        row: Tensor = gemv(x, data, bias, out_dtype=out_dtype)
+        return row
     if out_dtype is None or out_dtype == x.dtype:
         return functional.linear(x, data, bias)
     if not x.is_cuda:

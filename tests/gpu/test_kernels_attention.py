@@ -16,7 +16,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
-from octavo.attention.triton import EVEN, UNEVEN, TritonAttention  # noqa: E402
+from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,6 +61,11 @@ def make_batch(
         for cells in pages:
             values = torch.randn(kv_len, need.num_kv_heads, need.head_dim)
             cells[where, :, at % page] = values.to(layout.dtype)
+            # Earlier steps left the rest of the last page clear; where this step is the page's
+            # first, or fills several cells, clearing is its own work.
+            if q_len == 1 and kv_len % page != 1:
+                rest = cells[int(where[-1]), :, (kv_len - 1) % page + 1 :]
+                rest.copy_(torch.zeros_like(rest))
         new = at[kv_len - q_len :]
         positions += new.tolist()
         slots += (where[new] * page + new % page).tolist()

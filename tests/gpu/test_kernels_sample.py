@@ -11,7 +11,7 @@ from octavo.kernels.sample import sample as defined
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton.sample import sample  # noqa: E402
+from octavo.kernels.triton.sample import sample
 
 
 def make_rows(device: torch.device, count: int, **columns: object) -> SampleRows:

@@ -60,7 +60,8 @@ class Pieces:
     lse: Tensor  # f32, room for W * Q: its log-sum-exp, base 2
 
 
-@triton.jit(do_not_specialize=["num_items", "splits", "table_stride"],
+@triton.jit(
+    do_not_specialize=["num_items", "splits", "table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr"],
 )
 def decode_kernel(
@@ -134,10 +135,11 @@ def decode_kernel(
     for start in range(low, high, BN):
         position = start + tl.arange(0, BN)
         offsets = page_offsets(row_table, start, high, page_stride, P, BN, D)
-        stored = position < high
-        visible = stored & (position >= begin) if WINDOW > 0 else stored
+        visible = position < high
+        if WINDOW > 0:
+            visible = visible & (position >= begin)
         acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, stored, visible[None, :], scale,
+            acc, total, best, q, key_ptr, value_ptr, offsets, visible[None, :], scale,
             D, DP, CAP, True,
         )  # fmt: skip
     out = acc / tl.maximum(total, 1e-30)[:, None]
@@ -271,7 +273,8 @@ def decode(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "num_items", "pieces"],
+@triton.jit(
+    do_not_specialize=["rows", "num_items", "pieces"],
     do_not_specialize_on_alignment=["lens_ptr"],
 )
 def list_kernel(
@@ -314,7 +317,7 @@ def list_kernel(
         tl.store(items_ptr + num_items + w, low, mask=inside)
         high = tl.minimum((low + span) * BN, my_length)
         tl.store(items_ptr + 2 * num_items + w, high, mask=inside)
-    
+
 
 def list_pieces(lens: Tensor, pieces: Pieces, *, aim: int, block: int) -> None:
     """Cuts rows of `lens` i32[R] keys into about `aim` pieces of equal length; fills `pieces`.

@@ -20,12 +20,16 @@ LOWEST = tl.constexpr(-1e30)  # of scores: finite, so that differences are never
 def page_offsets(
     table_ptr, start, stop, page_stride, P: tl.constexpr, BN: tl.constexpr, D: tl.constexpr
 ):
-    """i64 [BN]: where the keys start..start+BN of a row lie, from the head's first page."""
+    """i64 [BN]: where the keys start..start+BN of a row lie, from the head's first page.
+
+    Cells after a row's last key are read and weigh nothing; that their values are finite is
+    what `rotary.py` sees to. A row's own last page stands for pages that it does not have.
+    """
     if BN <= P:
         page = tl.load(table_ptr + start // P).to(tl.int64)
         return page * page_stride + (start % P + tl.arange(0, BN)) * D
     position = start + tl.arange(0, BN)
-    page = tl.load(table_ptr + position // P, mask=position < stop, other=0).to(tl.int64)
+    page = tl.load(table_ptr + tl.minimum(position, stop - 1) // P).to(tl.int64)
     return page * page_stride + (position % P) * D
 
 
@@ -44,7 +48,6 @@ def attend_block(
     key_ptr,  # of this head's first page
     value_ptr,
     offsets,  # i64 [BN]
-    stored,  # bool [BN], read if MASKED: cells that hold keys of this row
     visible,  # bool [M or 1, BN], read if MASKED
     scale,
     D: tl.constexpr,
@@ -57,14 +60,9 @@ def attend_block(
     at = offsets[:, None] + d[None, :]
     if DP == D:
         k = tl.load(key_ptr + at)
-    else:
-        k = tl.load(key_ptr + at, mask=(d < D)[None, :], other=0.0)
-    # A cell of nobody may hold NaN, which a weight of 0 does not stop: it is not read.
-    if MASKED:
-        v = tl.load(value_ptr + at, mask=stored[:, None] & (d < D)[None, :], other=0.0)
-    elif DP == D:
         v = tl.load(value_ptr + at)
     else:
+        k = tl.load(key_ptr + at, mask=(d < D)[None, :], other=0.0)
         v = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0)
     k = k.to(q.dtype)
     v = v.to(q.dtype)

@@ -48,7 +48,8 @@ def tiles_kernel(
         tl.store(tiles_ptr + tile, tl.where(tile < used, row, -1), mask=tile < stop)
 
 
-@triton.jit(do_not_specialize=["table_stride"],
+@triton.jit(
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "indptr_ptr", "lens_ptr"],
 )
 def varlen_kernel(
@@ -116,9 +117,8 @@ def varlen_kernel(
     for block in range(start, masked_from, BN):
         offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
         acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, m, inside, scale,
-            D, DP, CAP, False,
-        )  # fmt: skip
+            acc, total, best, q, key_ptr, value_ptr, offsets, inside, scale, D, DP, CAP, False
+        )
     for block in range(masked_from, stop, BN):
         offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
         key_position = block + tl.arange(0, BN)
@@ -126,9 +126,8 @@ def varlen_kernel(
         if WINDOW > 0:
             visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
         acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, key_position < stop, visible, scale,
-            D, DP, CAP, True,
-        )  # fmt: skip
+            acc, total, best, q, key_ptr, value_ptr, offsets, visible, scale, D, DP, CAP, True
+        )
     out = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(out_ptr + at, out, mask=inside)
 

@@ -3,6 +3,10 @@
 `rope_store` is what a step uses: one launch takes the output of the QKV projection, normalizes
 heads where the model does, rotates queries and keys, and stores keys and values in the cache's
 own dtype. Rotation pairs dimension i with i + D/2 (`octavo/layers/rope.py`).
+
+Attention reads whole blocks of cells, also those after a row's last key, and gives them no weight;
+but 0 times NaN is NaN, and a page may hold what its last owner left. So whoever is first to write
+into a page, or writes several of its cells in a step, also clears the values of the cells after.
 Next file: `activation.py`.
 """
 
@@ -78,6 +82,37 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tens
 
 
 @triton.jit
+def _clear_after(
+    values_ptr,
+    slots_ptr,
+    token,
+    slot,
+    tokens,
+    at,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    CELLS: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """Zeros after cell `at` to the page's end, if `token` is the page's last one of this step.
+
+    Tokens that add a cell to a page whose rest is clear already have nothing to do.
+    """
+    offset = slot % P
+    following = tl.load(slots_ptr + token + 1, mask=token + 1 < tokens, other=-1)
+    before = tl.load(slots_ptr + token - 1, mask=token > 0, other=-2)
+    is_last = (following != slot + 1) | (offset + 1 == P)
+    if is_last & ((offset == 0) | (before == slot - 1)):
+        d = tl.arange(0, DP)
+        for start in range(1, P - offset, CELLS):
+            cell = start + tl.arange(0, CELLS)
+            where = at + cell[:, None] * D + d[None, :]
+            inside = (offset + cell < P)[:, None] & (d < D)[None, :]
+            zeros = tl.zeros([CELLS, DP], tl.float32).to(values_ptr.dtype.element_ty)
+            tl.store(values_ptr + where, zeros, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def rope_store_kernel(
     qkv_ptr,  # [T, (Q + 2K) * D]
     q_norm_ptr,  # [D], read if NORM
@@ -88,6 +123,7 @@ def rope_store_kernel(
     q_out_ptr,  # [T, Q, D]
     keys_ptr,  # [N, K, P, D]
     values_ptr,
+    tokens,
     eps,
     qkv_stride,
     page_stride,
@@ -147,6 +183,8 @@ def rope_store_kernel(
             element = keys_ptr.dtype.element_ty
             tl.store(target + pair, first.to(element), mask=inside)
             tl.store(target + D // 2 + pair, second.to(element), mask=inside)
+            if not of_key:
+                _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, 2 * HALF)
 
 
 def rope_store(
@@ -182,6 +220,7 @@ def rope_store(
         q_out,
         keys,
         values,
+        tokens,
         eps,
         qkv.stride(0),
         keys.stride(0),
@@ -199,13 +238,14 @@ def rope_store(
     return q_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def store_kernel(
     k_ptr,  # [T, K, D]
     v_ptr,
     slots_ptr,  # i32[T]
     keys_ptr,  # [N, K, P, D]
     values_ptr,
+    tokens,
     page_stride,
     head_stride,
     K: tl.constexpr,
@@ -225,10 +265,13 @@ def store_kernel(
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         source = (token * K + head) * D + column
-        at = (slot // P).to(tl.int64) * page_stride + head * head_stride + (slot % P) * D + column
+        at = (slot // P).to(tl.int64) * page_stride + head * head_stride + (slot % P) * D
         element = keys_ptr.dtype.element_ty
-        tl.store(keys_ptr + at, tl.load(k_ptr + source, mask=inside).to(element), mask=inside)
-        tl.store(values_ptr + at, tl.load(v_ptr + source, mask=inside).to(element), mask=inside)
+        k = tl.load(k_ptr + source, mask=inside).to(element)
+        v = tl.load(v_ptr + source, mask=inside).to(element)
+        tl.store(keys_ptr + at + column, k, mask=inside)
+        tl.store(values_ptr + at + column, v, mask=inside)
+        _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, BLOCK)
 
 
 def store(k: Tensor, v: Tensor, slot_map: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -243,6 +286,7 @@ def store(k: Tensor, v: Tensor, slot_map: Tensor, keys: Tensor, values: Tensor) 
         slot_map,
         keys,
         values,
+        tokens,
         keys.stride(0),
         keys.stride(1),
         K=heads,

@@ -168,57 +168,65 @@ static void quantize_row(const typename D::T* x, uint8_t* out, int size) {
   }
 }
 
-// R rows x one panel, as `tile` below: i32 sums of a group are scaled and added to f32 ones.
+// R rows x one panel over one group of K, in i32. Apart from the scaling, or registers run out.
 template <int R>
-static void tile_int8(const uint8_t* x, long stride, const Matrix& w, int index, float* sums,
-                      int sums_stride, const char* next) {
+static __attribute__((noinline)) void tile_int8(const uint8_t* x, long stride, const char* panel,
+                                                int steps, int32_t* sums, const char* next) {
+  __m512i sum[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+#pragma GCC unroll 2
+  for (int s = 0; s < steps; ++s) {
+    const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + 64);
+    _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + 64, _MM_HINT_T0);
+    panel += 128;
+    next += 128;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + r * stride, 4);
+      const __m512i a = _mm512_set1_epi32(four);
+      sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, b0);
+      sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, b1);
+    }
+    x += 4;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    _mm512_storeu_si512(sums + r * kPanel, sum[r][0]);
+    _mm512_storeu_si512(sums + r * kPanel + 16, sum[r][1]);
+  }
+}
+
+// R rows x one panel, as `tile` below: the groups' sums are scaled and added up in f32, in order.
+template <int R>
+static void tiles_int8(const uint8_t* x, long stride, const Matrix& w, int index, float* sums,
+                       int sums_stride, const char* next) {
+  alignas(64) int32_t group[R * kPanel];
+  constexpr int most = kScaled / 4;
+  const uint8_t* scales = x + w.steps * 4;
+  const int groups = w.groups(), steps = w.steps;
   const char* panel = w.panel(index);
   const int32_t* offsets = w.offsets(index);
-  const uint8_t* scales = x + w.steps * 4;
-  for (int g = 0; g < w.groups(); ++g, scales += 4, offsets += kPanel) {
-    __m512i sum[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      sum[r][0] = _mm512_loadu_si512(offsets);
-      sum[r][1] = _mm512_loadu_si512(offsets + 16);
-    }
-    const int steps = std::min(kScaled / 4, w.steps - g * (kScaled / 4));
-#pragma GCC unroll 2
-    for (int s = 0; s < steps; ++s) {
-      const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + 64);
-      _mm_prefetch(next, _MM_HINT_T0);
-      _mm_prefetch(next + 64, _MM_HINT_T0);
-      panel += 128;
-      next += 128;
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        int32_t four;
-        std::memcpy(&four, x + r * stride, 4);
-        const __m512i a = _mm512_set1_epi32(four);
-        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, b0);
-        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, b1);
-      }
-      x += 4;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      float value;
-      std::memcpy(&value, scales + r * stride, 4);
-      const V16 scale = _mm512_set1_ps(value);
-      float* to = sums + r * sums_stride;
-      const V16 v0 = _mm512_cvtepi32_ps(sum[r][0]), v1 = _mm512_cvtepi32_ps(sum[r][1]);
-      const V16 old0 = g ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
-      const V16 old1 = g ? _mm512_loadu_ps(to + 16) : _mm512_setzero_ps();
-      _mm512_storeu_ps(to, _mm512_fmadd_ps(v0, scale, old0));
-      _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(v1, scale, old1));
-    }
-  }
   const float* columns = w.scales() + index * kPanel;
-  for (int r = 0; r < R; ++r) {
-    float* to = sums + r * sums_stride;
-    _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_loadu_ps(to), _mm512_loadu_ps(columns)));
-    _mm512_storeu_ps(to + 16,
-                     _mm512_mul_ps(_mm512_loadu_ps(to + 16), _mm512_loadu_ps(columns + 16)));
+  for (int g = 0; g < groups; ++g) {
+    tile_int8<R>(x + g * most * 4, stride, panel + g * most * 128,
+                 std::min(most, steps - g * most), group, next + g * most * 128);
+    for (int c = 0; c < kPanel; c += 16) {
+      const __m512i offset = _mm512_loadu_si512(offsets + g * kPanel + c);
+      const V16 column = _mm512_loadu_ps(columns + c);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        float value;
+        std::memcpy(&value, scales + r * stride + g * 4, 4);
+        const __m512i sum = _mm512_add_epi32(_mm512_load_si512(group + r * kPanel + c), offset);
+        const V16 scale = _mm512_mul_ps(column, _mm512_set1_ps(value));
+        float* to = sums + r * sums_stride + c;
+        const V16 old = g ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, old));
+      }
+    }
   }
 }
 #endif
@@ -259,7 +267,7 @@ static inline void any_tile(int rows, const typename D::T* x, long stride, const
 #define OCT_CALL(R)                                                                     \
   case R:                                                                               \
     if constexpr (is_int8<D>()) {                                                       \
-      return tile_int8<R>(x, stride, w, index, sums, sums_stride, next);                \
+      return tiles_int8<R>(x, stride, w, index, sums, sums_stride, next);               \
     } else {                                                                            \
       return tile<D, R>(x, stride, w.panel(index), w.steps, sums, sums_stride, next);   \
     }

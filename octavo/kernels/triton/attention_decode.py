@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.attention_math import LOWEST, attend_block, page_offsets
+from octavo.kernels.triton.attention_math import LOWEST, attend_block, load_block, page_offsets
 from octavo.kernels.triton.launch import pdl, power_of_2
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -138,10 +138,11 @@ def decode_kernel(
         visible = position < high
         if WINDOW > 0:
             visible = visible & (position >= begin)
+        k = load_block(key_ptr, offsets, D, DP)
+        v = load_block(value_ptr, offsets, D, DP)
         acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, visible[None, :], scale,
-            D, DP, CAP, True,
-        )  # fmt: skip
+            acc, total, best, q, k, v, visible[None, :], scale, CAP, True
+        )
     out = acc / tl.maximum(total, 1e-30)[:, None]
     if FORM == 0:
         tl.store(out_ptr + row.to(tl.int64) * Q * D + at, out, mask=inside)

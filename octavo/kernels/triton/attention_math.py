@@ -40,30 +40,28 @@ def soft_capped(score, CAP: tl.constexpr):
 
 
 @triton.jit
+def load_block(first_ptr, offsets, D: tl.constexpr, DP: tl.constexpr):
+    """Cells [BN, DP] at `offsets` from the head's first page; zeros beyond D."""
+    d = tl.arange(0, DP)
+    if DP == D:
+        return tl.load(first_ptr + offsets[:, None] + d[None, :])
+    return tl.load(first_ptr + offsets[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def attend_block(
     acc,  # f32 [M, DP], not yet divided by total
     total,  # f32 [M]
     best,  # f32 [M], in base 2
     q,  # [M, DP]
-    key_ptr,  # of this head's first page
-    value_ptr,
-    offsets,  # i64 [BN]
+    k,  # [BN, DP] in the pages' dtype
+    v,
     visible,  # bool [M or 1, BN], read if MASKED
     scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,  # D rounded up to a power of 2
     CAP: tl.constexpr,  # 0: none
     MASKED: tl.constexpr,
 ):
     """(acc, total, best) after one more block of keys."""
-    d = tl.arange(0, DP)
-    at = offsets[:, None] + d[None, :]
-    if DP == D:
-        k = tl.load(key_ptr + at)
-        v = tl.load(value_ptr + at)
-    else:
-        k = tl.load(key_ptr + at, mask=(d < D)[None, :], other=0.0)
-        v = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0)
     k = k.to(q.dtype)
     v = v.to(q.dtype)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -73,10 +71,14 @@ def attend_block(
     else:
         factor = scale * LOG2_E
     if MASKED:
-        score = tl.where(visible, score, LOWEST)
-    # The factor is above 0, so it may come after the maximum: one instruction less an element.
-    new_best = tl.maximum(best, tl.max(score, 1) * factor)
-    weight = tl.exp2(score * factor - new_best[:, None])
+        # Times the factor first: LOWEST must come out of the difference below as it went in.
+        score = tl.where(visible, score * factor, LOWEST)
+        new_best = tl.maximum(best, tl.max(score, 1))
+        weight = tl.exp2(score - new_best[:, None])
+    else:
+        # The factor is above 0, so it may come after the maximum, and into one instruction.
+        new_best = tl.maximum(best, tl.max(score, 1) * factor)
+        weight = tl.exp2(score * factor - new_best[:, None])
     shrink = tl.exp2(best - new_best)
     total = total * shrink + tl.sum(weight, 1)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")

@@ -169,8 +169,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if self.logprob_token_ids and self.logprobs is None:
                 _refuse("logprob_token_ids", self.logprob_token_ids, "set logprobs as well")
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
-            if not self.allowed_token_ids:
+            ids = _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+            self.allowed_token_ids = list(dict.fromkeys(ids))  # once here, not for each choice
+            if not ids:
                 _refuse("allowed_token_ids", [], "name at least one token id, or leave it out")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
@@ -222,7 +223,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
-            allowed_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
+            allowed_ids=tuple(self.allowed_token_ids or ()),
             bad_words=self._bad_word_ids(tokenizer),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,

@@ -172,8 +172,9 @@ class Record:
     """Base of the option records: remembers where each value came from.
 
     A value that the caller did not give is taken from the environment, then from a file, then
-    from the field's default; texts become values by `parse` wherever they come from. `sources` says which: "argument", "flag", "environment NAME",
-    "file NAME" or "default".
+    from the field's default; texts of flags, variables and files become values by `parse`.
+    `sources` says where each came from: "argument", "flag", "environment NAME", "file NAME" or
+    "default".
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:

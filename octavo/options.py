@@ -70,8 +70,8 @@ class EngineArgs(Record):
     )
     quantization: str | None = option(
         None,
-        "int8 packs the weights in 8 bits while they load (native kernels on the CPU; output "
-        "changes slightly); in --dtype if left out",
+        "int8 packs the weights in 8 bits while they load (bfloat16 on the CPU's native kernels; "
+        "answers may differ); they stay in --dtype if left out",
         kind="str",
         group="Model",
         only=("int8",),

@@ -21,7 +21,7 @@ from octavo.kernels.triton.launch import divide_up, pdl
 FEW = 16
 MAX_ROWS = 64
 MAX_WEIGHT = 8 << 20  # elements, with more than FEW rows
-MAX_WEIGHT_FEW = 32 << 20
+MAX_WEIGHT_FEW = 20 << 20
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -151,7 +151,9 @@ def skinny(
     outputs = rows // 2 if silu else rows
     count = x.shape[0]
     out = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
-    block_rows, block_columns, warps, stages = tile or skinny_tile(count, outputs, columns)
+    block_rows, block_columns, warps, stages = tile or skinny_tile(
+        count, outputs, columns, silu=silu
+    )
     kernel = few_kernel if count <= FEW else skinny_kernel
     kernel[(divide_up(outputs, block_rows),)](
         x.contiguous(),
@@ -180,10 +182,10 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     return small and 1 < x.shape[0] <= MAX_ROWS and x.dtype.itemsize == 2
 
 
-def skinny_tile(count: int, outputs: int, columns: int) -> tuple[int, int, int, int]:
+def skinny_tile(count: int, outputs: int, columns: int, *, silu: bool) -> tuple[int, int, int, int]:
     """(rows of the weight, columns, warps, stages) of a program, as measured on an H200."""
     if count <= FEW:
-        tile = (16, 512, 1, 4)
+        tile = (64, 128, 4, 4) if silu else (16, 512, 1, 4)
     elif outputs <= 2048:  # a few programs, each with much in flight
         tile = (16, 128, 4, 5)
     else:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -68,3 +70,4 @@ class ForwardBatch:
     max_kv: int
     kv: KVCache
     attn: object = field(default=None)  # the attention backend's own plan of this step
+    kv_lens_host: NDArray[np.int32] | None = None  # kv_lens as the host knows them, if it does

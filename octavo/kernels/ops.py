@@ -36,6 +36,7 @@ class SampleRows:
     min_p: Tensor  # f32[S]
     seed: Tensor  # i64[S], the bits of an unsigned 64-bit seed
     position: Tensor  # i64[S], absolute position of the token to be sampled
+    filtered: bool = True  # False: the host knows that no row has top_k, top_p or min_p set
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,25 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+KERNELS = Path("octavo/kernels/cpu")
+
 
 class BuildWithKernels(build_py):
-    """Compiles before the package's files are collected. A failure is a message, not an error."""
+    """Compiles beside the package's collected files. A failure is a message, not an error."""
 
     def run(self):
-        path = Path(__file__).parent / "octavo/kernels/cpu/build.py"
+        super().run()
+        path = Path(__file__).parent / KERNELS / "build.py"
         spec = importlib.util.spec_from_file_location("octavo_kernels_build", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        build = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(build)
+        # In an editable install nothing is collected: the first use builds into the cache.
+        if self.editable_mode:
+            return
         try:
-            print(f"native kernels: {module.prebuild()}")
+            print(f"native kernels: {build.prebuild(Path(self.build_lib) / KERNELS / 'prebuilt')}")
         except OSError as error:
             print(f"native kernels: not built: {error}")
-        super().run()
 
 
 setup(cmdclass={"build_py": BuildWithKernels})

@@ -20,6 +20,8 @@ class OutputCollector:
         self._prompt = prompt
         self._prompt_ids = prompt_ids
         self._kind = params.output_kind
+        self._num_ranked = params.logprobs or 0
+        self._num_prompt_ranked = params.prompt_logprobs or 0
         self._choices = [_empty(index, params) for index in range(params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached = 0
@@ -34,7 +36,11 @@ class OutputCollector:
         choice = self._choices[delta.index]
         choice.text += delta.text
         choice.token_ids.extend(delta.token_ids)
-        new_logprobs = None if delta.logprobs is None else [_position(p) for p in delta.logprobs]
+        new_logprobs = (
+            None
+            if delta.logprobs is None
+            else [_position(p, self._num_ranked) for p in delta.logprobs]
+        )
         if new_logprobs is not None and choice.logprobs is not None and delta.logprobs is not None:
             choice.logprobs.extend(new_logprobs)
             gained = sum(p.logprob for p in delta.logprobs)
@@ -43,7 +49,8 @@ class OutputCollector:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = [
-                None if p is None else _position(p) for p in delta.prompt_logprobs
+                None if p is None else _position(p, self._num_prompt_ranked)
+                for p in delta.prompt_logprobs
             ]
         self._num_cached = max(self._num_cached, delta.num_cached)
         if self._kind == RequestOutputKind.FINAL_ONLY:
@@ -102,9 +109,13 @@ def _news(
     )
 
 
-def _position(token: TokenLogprob) -> dict[int, Logprob]:
-    """The token itself first, then the best ones with their ranks."""
+def _position(token: TokenLogprob, num_ranked: int) -> dict[int, Logprob]:
+    """The token itself first, then the best ones with their ranks, then those asked for by id.
+
+    `num_ranked` of -1 is the whole vocabulary. The rank of a token asked for by id is not known.
+    """
     entries = {token.token_id: Logprob(token.logprob, token.rank, token.text)}
     for rank, (token_id, value, text, _) in enumerate(token.top, start=1):
-        entries.setdefault(token_id, Logprob(value, rank, text))
+        known = rank if num_ranked == -1 or rank <= num_ranked else None
+        entries.setdefault(token_id, Logprob(value, known, text))
     return entries

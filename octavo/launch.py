@@ -63,10 +63,16 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
     try:
         engine = _text_engine(launch, frontend, supervisor, metrics)
         app = create_app(engine, _settings(launch.server))
-        stop = _stop_event()
-        http = asyncio.create_task(_listen(app, launch.server, stop))
+        closing = asyncio.Event()
+        http = asyncio.create_task(_listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        return await _until_end(launch, engine, supervisor, http, ready, stop)
+        try:
+            return await _until_end(launch, engine, supervisor, http)
+        finally:
+            closing.set()
+            ready.cancel()
+            with contextlib.suppress(OctavoError):
+                await http
     finally:
         await supervisor.stop()
 
@@ -76,30 +82,22 @@ async def _until_end(
     engine: TextEngine,
     supervisor: Supervisor,
     http: asyncio.Task[None],
-    ready: asyncio.Task[None],
-    stop: asyncio.Event,
 ) -> int:
-    """Waits for a signal or a failure, whichever comes first, then drains and closes."""
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        first: set[asyncio.Future[Any]] = {stopping, http, supervisor.failure}
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if http.done():
-            await http  # raises what kept the port from opening
-        if supervisor.failure.done():
-            await asyncio.sleep(0.5)  # open streams get their error event first
-            raise supervisor.failure.result()
-        logger.info("event=draining open=%d", engine.num_open)
-        cut = await engine.drain(launch.server.shutdown_timeout)
-        logger.info("event=drained cut=%d", cut)
-        await asyncio.sleep(0.1)  # last events leave before the sockets close
-        return 0
-    finally:
-        stop.set()
-        ready.cancel()
-        stopping.cancel()
-        with contextlib.suppress(OctavoError):
-            await http
+    """Waits for a signal or a failure, whichever comes first; drains after a signal."""
+    stopping = asyncio.create_task(_stop_event().wait())
+    first: set[asyncio.Future[Any]] = {stopping, http, supervisor.failure}
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if http.done():
+        await http  # raises what kept the port from opening
+    if supervisor.failure.done():
+        await asyncio.sleep(0.5)  # open streams get their error event first
+        raise supervisor.failure.result()
+    logger.info("event=draining open=%d", engine.num_open)
+    cut = await engine.drain(launch.server.shutdown_timeout)
+    logger.info("event=drained cut=%d", cut)
+    await asyncio.sleep(0.1)  # last events leave before the sockets close
+    return 0
 
 
 def _stop_event() -> asyncio.Event:
@@ -165,6 +163,7 @@ def _settings(args: ServerArgs) -> ServerSettings:
         force_include_usage=args.enable_force_include_usage,
         response_role=args.response_role,
         max_body_bytes=args.max_body_bytes,
+        keep_alive_interval=args.sse_keep_alive_interval,
     )
 
 

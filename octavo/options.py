@@ -337,6 +337,9 @@ class ServerArgs(Record):
         minimum=0,
         env=("VLLM_HTTP_TIMEOUT_KEEP_ALIVE",),
     )
+    sse_keep_alive_interval: float = option(
+        0.0, "seconds between comments in a silent stream; 0 sends none", minimum=0
+    )
     max_body_bytes: int = option(
         32 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024
     )
@@ -420,7 +423,6 @@ class ServerArgs(Record):
     )
 
     engine_ready_timeout: int = absent(600, "loading has no time limit yet; leave it out.")
-    sse_keep_alive_interval: float = absent(0.0, "silent streams stay silent; leave it out.")
     chat_template_content_format: str = absent(
         "auto", "how parts reach the template is read off the template; use auto."
     )

@@ -9,8 +9,6 @@ Next file: `launch.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from octavo.config import Policy, SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError
 from octavo.options import EngineArgs, cache_dir
@@ -31,7 +29,7 @@ def worker_config(
     """
     args.check()
     longest = _max_model_len(args, model_max_len)
-    tokens = _batched_tokens(args, longest or model_max_len)
+    tokens = _batched_tokens(args, longest if (longest or 0) > 0 else model_max_len)
     return WorkerConfig(
         model=model or args.model,
         load_format=args.load_format,
@@ -69,37 +67,6 @@ def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig
     )
 
 
-def scheduler_config(args: EngineArgs, worker: WorkerConfig, info: WorkerInfo) -> SchedulerConfig:
-    """The same with the sizes that the worker found. Raises ConfigError if they do not serve."""
-    check_fit(args, info)
-    return replace(
-        planned_scheduler(args, worker),
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-    )
-
-
-def check_fit(args: EngineArgs, info: WorkerInfo) -> None:
-    """Raises ConfigError if what the worker found cannot serve one longest sequence."""
-    tokens = _batched_tokens(args, info.max_model_len)
-    if not args.enable_chunked_prefill and tokens < info.max_model_len:
-        raise ConfigError(
-            f"{args.label('max_num_batched_tokens')}: without chunked prefill a step must hold a "
-            f"whole prompt of up to {info.max_model_len} tokens; raise it, lower --max-model-len, "
-            "or leave chunked prefill on.",
-            "max_num_batched_tokens",
-        )
-    if info.num_blocks * info.block_size < info.max_model_len:
-        raise ConfigError(
-            f"{info.num_blocks} KV pages of {info.block_size} tokens hold "
-            f"{info.num_blocks * info.block_size} tokens, fewer than one sequence of "
-            f"{info.max_model_len}; raise --kv-cache-memory-bytes or --num-gpu-blocks-override, "
-            "or set --max-model-len auto.",
-            "max_model_len",
-        )
-
-
 def notes(args: EngineArgs, info: WorkerInfo) -> list[str]:
     """One line for each choice that was made for the person, with its reason."""
     lines = list(info.notes)
@@ -128,17 +95,29 @@ def _max_model_len(args: EngineArgs, model_max_len: int | None) -> int | None:
 
 
 def _batched_tokens(args: EngineArgs, longest: int | None) -> int:
-    if args.max_num_batched_tokens is not None:
-        return args.max_num_batched_tokens
+    chosen = args.max_num_batched_tokens
+    if chosen is not None and args.max_num_seqs is not None and chosen < args.max_num_seqs:
+        raise ConfigError(
+            f"{args.label('max_num_batched_tokens')}: each of {args.max_num_seqs} sequences takes "
+            f"a token of every step; use at least {args.max_num_seqs}, or lower --max-num-seqs.",
+            "max_num_batched_tokens",
+        )
     if args.enable_chunked_prefill:
-        return DEFAULT_BATCHED_TOKENS
+        return chosen or DEFAULT_BATCHED_TOKENS
     if longest is None or longest < 1:
         raise ConfigError(
             "enable_chunked_prefill=False: a step must then hold a whole prompt; "
             "set --max-num-batched-tokens or --max-model-len as well.",
             "enable_chunked_prefill",
         )
-    return max(DEFAULT_BATCHED_TOKENS, longest)
+    if chosen is not None and chosen < longest:
+        raise ConfigError(
+            f"{args.label('max_num_batched_tokens')}: without chunked prefill a step must hold a "
+            f"whole prompt of up to {longest} tokens; raise it, lower --max-model-len, or leave "
+            "chunked prefill on.",
+            "max_num_batched_tokens",
+        )
+    return chosen or max(DEFAULT_BATCHED_TOKENS, longest)
 
 
 def _sequences(args: EngineArgs, tokens: int) -> int:

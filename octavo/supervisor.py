@@ -52,8 +52,13 @@ class Supervisor:
         self._watch: asyncio.Task[None] | None = None
         self._restarts: list[float] = []
         self._stopping = False
-        self.info: WorkerInfo | None = None
+        self._restarting = False
         self.failure: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def restarting(self) -> bool:
+        """True from the death of a core until the next one takes requests."""
+        return self._restarting and not self.client.ready.is_set()
 
     @property
     def client(self) -> EngineClient:
@@ -139,6 +144,7 @@ class Supervisor:
                 return
             logger.error("event=core_died code=%d error=%r action=restart", code, error.message)
             self._forget()
+            self._restarting = True
             await self._spawn()
 
     def _reason(self, code: int) -> OctavoError:

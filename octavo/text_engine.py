@@ -35,6 +35,8 @@ class CoreSource(Protocol):
 
     @property
     def client(self) -> EngineClient: ...
+    @property
+    def restarting(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class TextEngine:
         """From the core's last heartbeat; costs nothing."""
         client = self._source.client
         pulse, now = client.pulse, self._clock()
-        alive = client.dead is None
+        alive = client.dead is None and not self._source.restarting
         phase = "draining" if self._draining and alive else pulse.phase
         silent = now - pulse.heard_at
         stalled = silent if silent > HEARTBEAT_GRACE else 0.0
@@ -186,11 +188,11 @@ class TextEngine:
             request.id: self._choice(index, request, params)
             for index, request in enumerate(requests)
         }
-        self._enter(len(requests))
         client = self._source.client
+        stream = client.submit(requests)
+        self._by_request[request_id] = stream
+        self._enter(len(requests))
         try:
-            stream = client.submit(requests)
-            self._by_request[request_id] = stream
             while choices:
                 for output in await stream.news():
                     choice = choices.get(output.id)
@@ -211,7 +213,8 @@ class TextEngine:
             raise
         finally:
             client.abort(list(choices))
-            self._by_request.pop(request_id, None)
+            if self._by_request.get(request_id) is stream:  # a later request may have the same id
+                del self._by_request[request_id]
             for choice in choices.values():
                 self._leave(choice, "abort")
 

@@ -7,7 +7,7 @@ A backend says what it cannot do (`supports`), how its pages lie (`layout`), pre
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,3 +49,23 @@ class AttentionBackend(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch
     ) -> Tensor:
         """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRules:
+    """What a layer does to projected heads before it stores and attends."""
+
+    cos_sin: Tensor  # f32[max_len, D], as of `layers/rope.py`
+    query_norm: Tensor | None = None  # [D]
+    key_norm: Tensor | None = None
+    eps: float = 0.0  # of the norms
+
+
+@runtime_checkable
+class FusedAttention(Protocol):
+    """An AttentionBackend that also takes a layer's projection as it comes, in fewer launches."""
+
+    def forward_fused(
+        self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
+    ) -> Tensor:
+        """QKV [T, (Q + 2K) * D] not yet normalized nor rotated -> [T, Q * D]."""

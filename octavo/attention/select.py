@@ -30,6 +30,13 @@ def load_native() -> AttentionBackend:
     return NativeAttention()
 
 
+def load_triton() -> AttentionBackend:
+    """Our own kernels for NVIDIA GPUs."""
+    from octavo.attention.triton import TritonAttention
+
+    return TritonAttention()
+
+
 def load_sdpa() -> AttentionBackend:
     """The backend in plain torch."""
     from octavo.attention.sdpa import SdpaAttention
@@ -37,7 +44,11 @@ def load_sdpa() -> AttentionBackend:
     return SdpaAttention()
 
 
-CANDIDATES = (Candidate("native", load_native), Candidate("sdpa", load_sdpa))
+CANDIDATES = (
+    Candidate("native", load_native),
+    Candidate("triton", load_triton),
+    Candidate("sdpa", load_sdpa),
+)
 
 
 def select(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from octavo.attention.base import AttentionNeed
+from octavo.attention.base import AttentionNeed, FusedAttention, HeadRules
 from octavo.forward import ForwardBatch
 from octavo.layers.build import Build
 from octavo.layers.linear import QKV, Row
@@ -25,11 +25,15 @@ class Attention:
     `query_norm` and `key_norm` are None in models without head norms.
     """
 
-    __slots__ = ("_backend", "_layer", "key_norm", "need", "output", "qkv", "query_norm", "rope")
+    __slots__ = (
+        *("_backend", "_fused", "_layer", "key_norm", "need", "output", "qkv", "query_norm"),
+        "rope",
+    )
 
     def __init__(self, build: Build, spec: ModelSpec, rope: Rope, layer: int) -> None:
         """`layer` is the block's index in the model, counted from 0."""
         self._backend = build.attention
+        self._fused = build.attention if isinstance(build.attention, FusedAttention) else None
         self._layer = layer
         self.need = layer_need(build.need, spec, layer)
         self.rope = rope
@@ -49,11 +53,23 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, H] -> [T, H]; stores the keys and values of all T tokens."""
+        if self._fused is not None:
+            attended = self._fused.forward_fused(
+                self.qkv(x), self._rules(), self._layer, self.need, batch
+            )
+            return self.output(attended)
         q, k, v = self.qkv.split(self.qkv(x))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.heads(q), self.key_norm.heads(k)
         q, k = self.rope(q, k, batch.positions)
         return self.output(self._backend.forward(q, k, v, self._layer, self.need, batch))
+
+    def _rules(self) -> HeadRules:
+        if self.query_norm is None or self.key_norm is None:
+            return HeadRules(self.rope.cos_sin)
+        return HeadRules(
+            self.rope.cos_sin, self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
+        )
 
 
 def layer_need(need: AttentionNeed, spec: ModelSpec, layer: int) -> AttentionNeed:

@@ -26,6 +26,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from octavo.errors import ConfigError
+from octavo.obs.http import HttpMetrics
 from octavo.obs.instruments import Counter, Gauge, Histogram, Instrument, Labels
 from octavo.obs.stats import RequestTimes
 from octavo.types import StepStats
@@ -50,11 +51,6 @@ REQUEST_SECONDS = (
 STEP_TOKENS = (1, 8, *(2**exponent for exponent in range(4, 15)))
 CHOICES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 5, 10, 20)
-HTTP_SECONDS = (0.1, 0.5, 1.0)
-HTTP_SECONDS_FINE = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5),
-    *(4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0),
-)
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:
@@ -111,7 +107,8 @@ class Metrics:
         self._make_counters()
         self._make_latencies()
         self._make_sizes()
-        self._make_http()
+        self._http = HttpMetrics()
+        self._instruments += self._http.instruments
         self.registry.register(_Instruments(self._instruments))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -198,22 +195,10 @@ class Metrics:
         """A request was refused at admission; `reason` names the limit."""
         self._rejections.add(1, (self._model_name, reason))
 
-    def http(
-        self,
-        *,
-        method: str,
-        status: int,
-        handler: str,
-        seconds: float,
-        request_bytes: int,
-        response_bytes: int,
-    ) -> None:
-        """One HTTP exchange ended; `handler` is the route's pattern, never the raw path."""
-        self._http_requests.add(1, (method, f"{status // 100}xx", handler))
-        self._http_seconds.observe(seconds, (method, handler))
-        self._http_seconds_fine.observe(seconds, ())
-        self._http_request_bytes.add(request_bytes, (handler,))
-        self._http_response_bytes.add(response_bytes, (handler,))
+    @property
+    def http(self) -> HttpMetrics:
+        """The metrics of HTTP exchanges."""
+        return self._http
 
     def render(self) -> tuple[bytes, str]:
         """The text exposition and its content type."""
@@ -382,36 +367,6 @@ class Metrics:
         self._request_computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found cached.", lengths
         )
-
-    def _make_http(self) -> None:
-        self._http_requests = Counter(
-            "http_requests", "HTTP requests.", ("method", "status", "handler")
-        )
-        self._http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Time to the end of the answer.",
-            ("method", "handler"),
-            bounds=HTTP_SECONDS,
-        )
-        self._http_seconds_fine = Histogram(
-            "http_request_duration_highr_seconds",
-            "Time to the end of the answer, fine buckets.",
-            (),
-            bounds=HTTP_SECONDS_FINE,
-        )
-        self._http_request_bytes = Counter(
-            "http_request_size_bytes", "Bytes of request bodies.", ("handler",)
-        )
-        self._http_response_bytes = Counter(
-            "http_response_size_bytes", "Bytes of response bodies.", ("handler",)
-        )
-        self._instruments += [
-            self._http_requests,
-            self._http_seconds,
-            self._http_seconds_fine,
-            self._http_request_bytes,
-            self._http_response_bytes,
-        ]
 
     def _set_load(self, running: int, waiting: int) -> None:
         self._running.set(running, self._labels)

@@ -48,16 +48,9 @@ async def chat_completions(request: Request) -> Response:
     job = call.job([prompt], params)
     source = deltas(serving.engine, job)
     if body.stream:
-        settings = serving.settings
-        response = await open_stream(
-            request,
-            source,
-            ChatChunks(call, body, job),
-            keep_alive=settings.keep_alive_interval,
-            slow_limit=settings.slow_reader_limit,
-        )
+        response = await open_stream(request, source, ChatChunks(call, body, job), call)
     else:
-        choices, usage = await until_gone(request, fold(source, job))
+        choices, usage = await until_gone(request, fold(source, job), call.deadline)
         response = json_response(chat_body(call, body, job, choices=choices, usage=usage))
     return finish(response, call)
 

@@ -76,7 +76,7 @@ class Edge:
             return
         declared = Headers(scope=scope).get("content-length", "")
         size = int(declared) if declared.isascii() and declared.isdigit() else 0
-        self._serving.engine.metrics.http(
+        self._serving.engine.metrics.http.count(
             method=scope["method"] if handler != "none" else "any",
             status=exchange.status or 499,  # the client went away before an answer
             handler=handler,

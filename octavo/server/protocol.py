@@ -32,109 +32,109 @@ class _Refused(Exception):
     """Stops the parser."""
 
 
-def limited_protocol(limits: HttpLimits) -> type[HttpToolsProtocol]:
-    """The protocol class with these limits, as uvicorn's `http` setting takes it."""
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. uvicorn's `http` setting takes it with the limits bound to it."""
 
-    class LimitedProtocol(HttpToolsProtocol):
-        def __init__(
-            self,
-            config: Config,
-            server_state: ServerState,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            super().__init__(config, server_state, app_state, _loop)
-            self._in_head = True
-            self._head_bytes = 0  # received while the head was not complete
-            self._header_bytes = 0
-            self._status = 400  # of a refusal
-            self._timer: asyncio.TimerHandle | None = None
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: HttpLimits,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._in_head = True
+        self._head_bytes = 0  # received while the head was not complete
+        self._header_bytes = 0
+        self._status = 400  # of a refusal
+        self._timer: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)  # type: ignore[arg-type]
-            self._wait(limits.head_timeout)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._wait(self._limits.head_timeout)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.transport.is_closing():
-                return
-            if not self._in_head:
-                if self._timer is not None:
-                    self._wait(limits.idle_timeout)
-                return
-            # Counted here as well, because the parser keeps an unfinished header to itself.
-            self._head_bytes += len(data)
-            if self._head_bytes > limits.max_target_bytes + limits.max_header_bytes:
-                self._refuse(431 if self.headers else 414)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope["state"][ABORT_KEY] = self.transport.abort
-            self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
-            self._wait(limits.head_timeout)
-
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            if len(self.url) > limits.max_target_bytes:
-                self._stop_parser(414)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            super().on_header(name, value)
-            self._header_bytes += len(name) + len(value)
-            too_many = len(self.headers) > limits.max_headers
-            if too_many or self._header_bytes > limits.max_header_bytes:
-                self._stop_parser(431)
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._wait(limits.idle_timeout)
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self._stop_waiting()
-            super().on_message_complete()
-
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(self._status)
-
-        def _stop_parser(self, status: int) -> None:
-            self._status = status
-            raise _Refused
-
-        def _refuse(self, status: int) -> None:
-            """Answer in the API's own form, if it is this request's turn, and close."""
-            cycle = self.cycle  # of the request before, while a head is read
-            if cycle is None or (
-                cycle.response_complete if self._in_head else not cycle.response_started
-            ):
-                kind = "BadRequestError"
-                body = msgspec.json.encode(error_body(_TEXTS[status], kind=kind, status=status))
-                self.transport.write(
-                    STATUS_LINE[status]
-                    + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
-                    + b"%d\r\n\r\n" % len(body)
-                    + body
-                )
-            self.transport.close()
-
-        def _wait(self, seconds: float) -> None:
-            self._stop_waiting()
-            self._timer = self.loop.call_later(seconds, self._expire)
-
-        def _stop_waiting(self) -> None:
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self._in_head:
             if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+                self._wait(self._limits.idle_timeout)
+            return
+        # Counted here as well, because the parser keeps an unfinished header to itself.
+        self._head_bytes += len(data)
+        if self._head_bytes > self._limits.max_target_bytes + self._limits.max_header_bytes:
+            self._refuse(431 if self.headers else 414)
 
-        def _expire(self) -> None:
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ABORT_KEY] = self.transport.abort
+        self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
+        self._wait(self._limits.head_timeout)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.max_target_bytes:
+            self._stop_parser(414)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        too_many = len(self.headers) > self._limits.max_headers
+        if too_many or self._header_bytes > self._limits.max_header_bytes:
+            self._stop_parser(431)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._wait(self._limits.idle_timeout)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_waiting()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._status)
+
+    def _stop_parser(self, status: int) -> None:
+        self._status = status
+        raise _Refused
+
+    def _refuse(self, status: int) -> None:
+        """Answer in the API's own form, if it is this request's turn, and close."""
+        cycle = self.cycle  # of the request before, while a head is read
+        if cycle is None or (
+            cycle.response_complete if self._in_head else not cycle.response_started
+        ):
+            kind = "BadRequestError"
+            body = msgspec.json.encode(error_body(_TEXTS[status], kind=kind, status=status))
+            self.transport.write(
+                STATUS_LINE[status]
+                + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+                + b"%d\r\n\r\n" % len(body)
+                + body
+            )
+        self.transport.close()
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, self._expire)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
             self._timer = None
-            if self.flow.read_paused:  # it is we who do not read
-                self._wait(limits.idle_timeout)
-            else:
-                self._refuse(408)
 
-    return LimitedProtocol
+    def _expire(self) -> None:
+        self._timer = None
+        if self.flow.read_paused:  # it is we who do not read
+            self._wait(self._limits.idle_timeout)
+        else:
+            self._refuse(408)

@@ -14,13 +14,14 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from octavo.errors import ConfigError
-from octavo.server.protocol import limited_protocol
+from octavo.server.protocol import LimitedProtocol
 from octavo.server.settings import HttpLimits
 
 BACKLOG = 2048
@@ -78,7 +79,7 @@ async def serve(
         address = address_of(bound, listen)
         config = uvicorn.Config(
             app,
-            http=limited_protocol(limits),
+            http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

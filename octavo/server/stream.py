@@ -10,6 +10,7 @@ chunks (`chat.py`, `completions.py`).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -19,8 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import OctavoError
+from octavo.errors import DeadlineExceeded, OctavoError
 from octavo.log import Log
+from octavo.server.answer import Call
 from octavo.server.errors import ClientGone, describe
 from octavo.text.assembler import Delta
 
@@ -28,6 +30,7 @@ T = TypeVar("T")
 Source = AsyncGenerator[tuple[int, Delta], None]
 
 DONE = b"data: [DONE]\n\n"
+DEADLINE_GRACE = 1.0  # seconds after a deadline in which the engine should have ended the request
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 ABORT_KEY = "octavo.abort_connection"  # in scope["state"]: drops a connection with its buffers
@@ -53,11 +56,22 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away (ClientGone)."""
+async def until_gone(request: Request, work: Coroutine[Any, Any, T], deadline: float) -> T:
+    """The result of `work`, which is cancelled if the client goes away (ClientGone).
+
+    The engine itself ends what is past its deadline; DeadlineExceeded is raised here only if it
+    has not done so, because it does not move at all.
+    """
     task = asyncio.ensure_future(work)
-    await _settled(request, task, None)
+    if not await _settled(request, task, _patience(deadline)):
+        await _cancel(task)
+        raise DeadlineExceeded("The request's deadline passed and the engine does not answer.")
     return task.result()
+
+
+def _patience(deadline: float) -> float | None:
+    """Seconds to wait for an engine that should end the request by `deadline`, 0 for none."""
+    return max(0.0, deadline - time.monotonic()) + DEADLINE_GRACE if deadline else None
 
 
 async def _settled(request: Request, task: asyncio.Future[Any], patience: float | None) -> bool:
@@ -84,21 +98,28 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def open_stream(
-    request: Request, source: Source, chunks: Chunks, *, keep_alive: float, slow_limit: float
-) -> Response:
+async def open_stream(request: Request, source: Source, chunks: Chunks, call: Call) -> Response:
     """The stream, once its first delta is there; what goes wrong before that is raised.
 
-    With `keep_alive` seconds set, the stream begins without a delta after that time.
+    With keep-alive comments on, the stream begins without a delta after their interval.
     """
+    settings = call.serving.settings
+    keep_alive = settings.keep_alive_interval
     first = asyncio.ensure_future(anext(source))
     try:
-        if await _settled(request, first, keep_alive or None):
-            first.result()
+        if keep_alive:
+            if await _settled(request, first, keep_alive):
+                first.result()
+        else:
+            await until_gone(request, _result(first), call.deadline)
     except BaseException:
         await source.aclose()
         raise
-    return EventStream(events(first, source, chunks, keep_alive), slow_limit)
+    return EventStream(events(first, source, chunks, keep_alive), settings.slow_reader_limit)
+
+
+async def _result(future: asyncio.Future[T]) -> T:
+    return await future
 
 
 async def events(

@@ -138,11 +138,17 @@ def test_a_conversation_from_standard_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = "one\n/system Sing.\n\ntwo\n/nonsense\n/clear\nthree\n/help\n/exit\nnever\n"
+    lines = "one\n/system Sing.\n\ntwo\nagain\n/nonsense\n/clear\nthree\n/help\n/exit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert main(["chat", "--url", server[0]]) == 0
     roles = [[m["role"] for m in body["messages"]] for body in server[1].seen]
-    assert roles == [["user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    turn = ["user", "assistant"]
+    assert roles == [
+        ["user"],
+        ["system", *turn, "user"],
+        ["system", *turn, *turn, "user"],
+        ["system", "user"],
+    ]
     assert server[1].seen[1]["messages"][2]["content"] == "one "
     text = capsys.readouterr().out
     assert "There is no /nonsense" in text

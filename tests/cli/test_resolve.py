@@ -6,7 +6,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.options import EngineArgs
-from octavo.resolve import check_fit, notes, planned_scheduler, scheduler_config, worker_config
+from octavo.resolve import notes, planned_scheduler, worker_config
 from octavo.types import WorkerInfo
 
 
@@ -61,13 +61,12 @@ def test_each_option_reaches_its_record() -> None:
     planned = planned_scheduler(args, worker)
     assert (planned.max_num_seqs, planned.max_num_batched_tokens) == (5, 77)
     assert (planned.prefix_caching, planned.policy) == (False, "priority")
-    sized = scheduler_config(args, worker, info())
-    assert (sized.num_blocks, sized.block_size, sized.max_model_len) == (64, 16, 512)
 
 
 def test_a_small_budget_bounds_the_default_number_of_sequences() -> None:
     assert worker_config(EngineArgs(max_num_batched_tokens=16)).max_num_seqs == 16
-    assert worker_config(EngineArgs(max_num_batched_tokens=16, max_num_seqs=20)).max_num_seqs == 20
+    with pytest.raises(ConfigError, match="at least 20"):
+        worker_config(EngineArgs(max_num_batched_tokens=16, max_num_seqs=20))
 
 
 @pytest.mark.parametrize("wanted", ["auto", -1])
@@ -92,13 +91,8 @@ def test_without_chunking_a_step_holds_the_longest_prompt() -> None:
         worker_config(args)
     tight = EngineArgs(enable_chunked_prefill=False, max_num_batched_tokens=100)
     with pytest.raises(ConfigError, match="512"):
-        check_fit(tight, info())
-
-
-def test_pages_must_hold_one_sequence() -> None:
-    check_fit(EngineArgs(), info(num_blocks=32))
-    with pytest.raises(ConfigError, match="--max-model-len auto"):
-        check_fit(EngineArgs(), info(num_blocks=31))
+        worker_config(tight, model_max_len=512)
+    assert worker_config(tight, model_max_len=100).max_num_batched_tokens == 100
 
 
 def test_the_cache_is_in_the_models_format() -> None:

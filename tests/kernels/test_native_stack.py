@@ -123,13 +123,11 @@ def test_it_is_the_decoder_to_the_bit(dtype: torch.dtype, case: str, block: int)
     size = 900 if block == 1 else 100
     plain = run(Driver(decoder, build, num_blocks=size, seed=1), tokens)
 
-    driver = Driver(decoder, build, num_blocks=size, seed=2)
-    driver.decoder = fused(decoder, build)  # type: ignore[assignment]
+    driver = Driver(fused(decoder, build), build, num_blocks=size, seed=2)
     for found, wanted in zip(run(driver, tokens), plain, strict=True):
         assert torch.equal(found, wanted)
 
-    driver = Driver(decoder, build, num_blocks=size, seed=3)
-    driver.decoder = fused(decoder, build)  # type: ignore[assignment]
+    driver = Driver(fused(decoder, build), build, num_blocks=size, seed=3)
     for found, wanted in zip(run(driver, tokens, chunk=37), plain, strict=True):
         assert torch.equal(found, wanted)
 
@@ -143,8 +141,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
         torch.set_rng_state(state)
         build = native_build(spec, dtype, threads=threads)
         decoder = filled(spec, build)
-        driver = Driver(decoder, build, num_blocks=100, seed=threads)
-        driver.decoder = fused(decoder, build)  # type: ignore[assignment]
+        driver = Driver(fused(decoder, build), build, num_blocks=100, seed=threads)
         results.append(torch.cat(run(driver, tokens)))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -157,8 +154,7 @@ def test_it_is_near_plain_torch(dtype: torch.dtype, error: float) -> None:
     state, tokens = torch.get_rng_state(), prompts()
     build = native_build(spec, dtype, threads=2)
     decoder = filled(spec, build)
-    driver = Driver(decoder, build, num_blocks=100, seed=1)
-    driver.decoder = fused(decoder, build)  # type: ignore[assignment]
+    driver = Driver(fused(decoder, build), build, num_blocks=100, seed=1)
     torch.set_rng_state(state)
     plain = make_build(spec, dtype=dtype)
     reference = Driver(filled(spec, plain), plain, num_blocks=100, seed=1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from octavo.layers.rope import attention_gain, rope_frequencies, rope_table
 from octavo.models.registry import read_spec
@@ -39,6 +42,30 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
     dynamic = replace(PLAIN, kind="dynamic", factor=4.0, original_max_len=100)
     assert torch.equal(rope_table(dynamic, 100), rope_table(PLAIN, 100))
     assert not torch.equal(rope_table(dynamic, 101)[:100], rope_table(PLAIN, 100))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 40.0, "beta_fast": 24.0, "beta_slow": 1.5},
+    ],
+)
+def test_frequencies_of_real_sizes_equal_transformers(scaling: dict[str, Any]) -> None:
+    """Heads of 128 and long contexts, where the ramps have many steps."""
+    trained = {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=131072,
+        rope_parameters={**trained, **scaling},
+    )
+    spec = read_spec({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
+    theirs = LlamaRotaryEmbedding(config)
+    torch.testing.assert_close(rope_frequencies(spec, 1), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert attention_gain(spec) == pytest.approx(theirs.attention_scaling)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])

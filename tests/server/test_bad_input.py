@@ -497,3 +497,21 @@ async def test_mutated_requests_never_give_5xx(path: str) -> None:
     for _ in range(60):
         await asyncio.gather(*(one() for _ in range(10)))
     await check_alive(app, engine)
+
+
+async def test_the_vocabulary_ends_where_it_ends() -> None:
+    engine = FakeEngine()
+    app = create_app(engine)
+    size = engine.limits.vocab_size
+    for last, status in ((size - 1, 200), (size, 400)):
+        for fields in (
+            {"prompt": [5, last]},
+            {"logit_bias": {str(last): 1}},
+            {"stop_token_ids": [last]},
+            {"allowed_token_ids": [last, 5]},
+            {"logprobs": 1, "logprob_token_ids": [last]},
+        ):
+            reply = await complete(app, **{"prompt": "x", "max_tokens": 1, **fields})
+            assert reply.status == status, (fields, reply.body)
+        reply = await call(app, "POST", "/detokenize", {"tokens": [last]})
+        assert reply.status == status

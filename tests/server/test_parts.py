@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from octavo.server.app import create_app
 from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs_body
 from octavo.server.middleware import Edge
-from octavo.server.protocol import limited_protocol
+from octavo.server.protocol import LimitedProtocol
 from octavo.server.settings import HttpLimits
 from octavo.server.stream import gone
 from octavo.text.assembler import Delta, TokenLogprob
@@ -76,6 +76,7 @@ async def test_an_ending_without_a_token(ask: Any) -> None:
     assert last["logprobs"] is None
     assert (await ask(app, logprobs=logprobs)).status == 200
     assert (await complete(app, ["a", "b"])).status == 200
+    assert (await complete(app, max_tokens=0)).json["usage"]["completion_tokens"] == 0
 
 
 async def test_other_scopes_pass_and_cut_answers_are_told_to_the_server() -> None:
@@ -138,7 +139,7 @@ class Wire(asyncio.Transport):
 async def connect(app: Any, **limits: float) -> tuple[Any, Wire]:
     config = Config(app, ws="none", lifespan="off", log_config=None)
     config.load()
-    protocol = limited_protocol(HttpLimits(**limits))(config, ServerState(), {})  # type: ignore[arg-type]
+    protocol = LimitedProtocol(config, ServerState(), {}, limits=HttpLimits(**limits))  # type: ignore[arg-type]
     wire = Wire()
     protocol.connection_made(wire)
     return protocol, wire

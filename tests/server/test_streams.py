@@ -289,3 +289,14 @@ async def test_overlapping_requests_with_one_id_get_their_own_answers() -> None:
         assert reply.json["choices"][0]["text"] == engine.tokenizer.token_text(token)
         assert reply.headers["x-request-id"] == "twin-1"
         assert reply.json["id"] == "cmpl-twin-1"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_deadline_holds_even_if_the_engine_does_not_move(streamed: bool) -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    exchange = start(create_app(engine), {"stream": streamed, "timeout": 0.05})
+    reply = await exchange.end()
+    assert reply.status == 504
+    assert reply.error["type"] == "TimeoutError"
+    assert (engine.running, engine.aborted) == (0, 1)

@@ -157,10 +157,13 @@ def load(cache: Path | None = None, threads: int | None = None) -> Library | str
 
     `threads` None is torch's own number, which is OMP_NUM_THREADS or the cores.
     """
-    path = find_library(cache)
-    if isinstance(path, str):
-        return path
-    try:
-        return Library(path, threads or torch.get_num_threads())
-    except (OSError, AttributeError) as error:
-        return f"{path.name} cannot be loaded: {error}"
+    reason = ""
+    for prebuilt in (True, False):  # one built elsewhere may not load here
+        path = find_library(cache, prebuilt=prebuilt)
+        if isinstance(path, str):
+            return reason or path
+        try:
+            return Library(path, threads or torch.get_num_threads())
+        except (OSError, AttributeError) as error:
+            reason = f"{path.name} cannot be loaded: {error}"
+    return reason

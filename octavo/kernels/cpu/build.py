@@ -34,19 +34,21 @@ NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 COMPILE_SECONDS = 180
 
 
-def find_library(cache: Path | None = None) -> Path | str:
+def find_library(cache: Path | None = None, *, prebuilt: bool = True) -> Path | str:
     """The built library for this CPU, or the reason why there is none.
 
-    Looks into the package first (built when it was installed), then into `cache`/kernels
-    (None: ~/.cache/octavo), and builds there if need be: some three seconds, once.
+    Looks into the package first (built when it was installed) unless `prebuilt` is false, then
+    into `cache`/kernels (None: ~/.cache/octavo), and builds there if need be: some three seconds,
+    once.
     """
     features = cpu_features()
     refusal = refuse(features)
     if refusal:
         return refusal
     key = build_key(features)
-    for path in sorted(PREBUILT.glob(f"native-{key}-*.so")):
-        return path
+    if prebuilt:
+        for path in sorted(PREBUILT.glob(f"native-{key}-*.so")):
+            return path
     compiler = find_compiler()
     if compiler is None:
         return f"no C++ compiler ({', '.join(COMPILERS)}) was found to build them"
@@ -65,18 +67,18 @@ def find_library(cache: Path | None = None) -> Path | str:
             return f"they could be built neither in {folder} nor in a temporary folder: {error}"
 
 
-def prebuild() -> Path | str:
-    """Builds into the package, for `setup.py`; gives the library or the reason why not."""
+def prebuild(folder: Path = PREBUILT) -> Path | str:
+    """Builds into `folder`, for `setup.py`; gives the library or the reason why not."""
     features = cpu_features()
     compiler = find_compiler()
     refusal = refuse(features) or ("" if compiler else "no C++ compiler")
     if refusal or compiler is None:
         return refusal
-    path = PREBUILT / f"native-{build_key(features)}-{compiler_key(compiler)}.so"
+    path = folder / f"native-{build_key(features)}-{compiler_key(compiler)}.so"
     if path.exists():
         return path
-    PREBUILT.mkdir(exist_ok=True)
-    for old in PREBUILT.glob("native-*.so"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("native-*.so"):
         old.unlink()
     return compile_to(path, compiler)
 

@@ -119,7 +119,7 @@ static inline void any_tile(int rows, const typename D::T* x, long stride, const
 constexpr long kAhead = 4096;  // bytes between a load and its prefetch while a panel streams in
 
 // Rows [first, last) of x against `count` panels: done(row, rows, sums, stride) gets each tile.
-// `after` is where this thread will probably read next.
+// `after` is where this thread will probably read next, null if here again.
 template <class D, class Done>
 static inline void multiply(const typename D::T* x, long stride, int first, int last,
                             const Matrix& w, const int* panels, int count, const char* after,
@@ -135,7 +135,7 @@ static inline void multiply(const typename D::T* x, long stride, int first, int 
       const char* next;
       if (tiles == 1) {
         next = panel + kAhead;
-      } else if (t == 0) {
+      } else if (t == 0 && after) {
         next = after + p * w.panel_bytes;
       } else {
         next = (const char*)(x + (t + 1 < tiles ? row + rows : first) * stride);
@@ -147,7 +147,11 @@ static inline void multiply(const typename D::T* x, long stride, int first, int 
   }
 }
 
-// How a product is cut into work items.
+constexpr int kSmallRows = 4 * kTileRows;  // up to here items are single panels
+constexpr int kBlockRows = 6 * kTileRows;  // of one item
+
+// How a product is cut into work items: small enough that threads end a phase together, large
+// enough that panels and rows are read from near caches.
 struct Cut {
   int group;   // panels of an item
   int groups;
@@ -157,12 +161,12 @@ struct Cut {
 
 static inline Cut cut(int panels, int rows, int threads, int align = 1) {
   Cut c;
-  c.group = rows <= kTileRows ? 1 : 3;
+  c.group = rows <= kSmallRows ? 1 : 3;
   if (c.group % align) c.group = (int)ceil_div(c.group, align) * align;
   while (c.group > align && ceil_div(panels, c.group) < 2 * threads) --c.group;
   if (c.group % align) c.group = align;
   c.groups = (int)ceil_div(panels, c.group);
-  c.blocks = (int)ceil_div(rows, 16 * kTileRows);
+  c.blocks = (int)ceil_div(rows, kBlockRows);
   c.items = c.groups * c.blocks;
   return c;
 }
@@ -186,7 +190,8 @@ static inline void product(Team& team, const typename D::T* x, long stride, int 
         const int columns = std::min(count * kPanel, w.rows - column);
         multiply<D>(x, stride, block_start(rows, c.blocks, block),
                     block_start(rows, c.blocks, block + 1), w, panels, count,
-                    w.panel(first + count), [&](int row, int n, const float* sums, int width) {
+                    block + 1 < c.blocks ? nullptr : w.panel(first + count),
+                    [&](int row, int n, const float* sums, int width) {
                       done(row, n, column, columns, sums, width);
                     });
       },
@@ -196,15 +201,21 @@ static inline void product(Team& team, const typename D::T* x, long stride, int 
       });
 }
 
+// Sums [i, i + 16), with bias if any.
+template <class D>
+static inline V16 result16(const float* sums, const typename D::T* bias, int i, __mmask16 m) {
+  V16 v = _mm512_loadu_ps(sums + i);
+  if (bias) v = _mm512_add_ps(v, D::load(bias + i, m));
+  return v;
+}
+
 // One row of sums -> out, with bias if any; D is the type of the bias, O of the result.
 template <class D, class O>
 static inline void put_row(const float* sums, const typename D::T* bias, typename O::T* out,
                            int columns) {
   for (int c = 0; c < columns; c += 16) {
     const __mmask16 m = tail_mask(columns - c);
-    V16 v = _mm512_loadu_ps(sums + c);
-    if (bias) v = _mm512_add_ps(v, D::load(bias + c, m));
-    O::store(out + c, v, m);
+    O::store(out + c, result16<D>(sums, bias, c, m), m);
   }
 }
 

@@ -57,4 +57,28 @@ static inline void silu_mul_row(const typename D::T* gate, const typename D::T* 
   }
 }
 
+// The same on the sums of a product, rounded in between as if they had been stored.
+template <class D>
+static inline void silu_mul_sums(const float* gate, const float* up,
+                                 const typename D::T* gate_bias, const typename D::T* up_bias,
+                                 typename D::T* out, int size) {
+  for (int i = 0; i < size; i += 16) {
+    const __mmask16 m = tail_mask(size - i);
+    const V16 g = D::round(result16<D>(gate, gate_bias, i, m));
+    const V16 u = D::round(result16<D>(up, up_bias, i, m));
+    D::store(out + i, _mm512_mul_ps(silu16(g), u), m);
+  }
+}
+
+// to += sums, likewise.
+template <class D>
+static inline void add_sums(const float* sums, const typename D::T* bias, typename D::T* to,
+                            int size) {
+  for (int i = 0; i < size; i += 16) {
+    const __mmask16 m = tail_mask(size - i);
+    const V16 change = D::round(result16<D>(sums, bias, i, m));
+    D::store(to + i, _mm512_add_ps(change, D::load(to + i, m)), m);
+  }
+}
+
 }  // namespace oct

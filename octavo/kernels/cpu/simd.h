@@ -63,10 +63,15 @@ static inline V16 exp_below16(V16 x) {
   return _mm512_maskz_scalef_ps(in_range, p, n);
 }
 
+// x / (1 + exp(-x)). The quotient is a reciprocal refined once, to about 1 ulp: a division costs as
+// much as all the rest. Below -80, where the result vanishes, the exponential is held finite.
 static inline V16 silu16(V16 x) {
   const V16 one = _mm512_set1_ps(1.0f);
-  const V16 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  return _mm512_div_ps(x, _mm512_add_ps(one, e));
+  const V16 minus_x = _mm512_sub_ps(_mm512_setzero_ps(), x);
+  const V16 d = _mm512_add_ps(one, exp16(_mm512_min_ps(_mm512_set1_ps(80.0f), minus_x)));
+  const V16 r = _mm512_rcp14_ps(d);
+  const V16 refined = _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, one), r);
+  return _mm512_mul_ps(x, refined);
 }
 
 // tanh by exp(-2|x|); for soft caps on attention scores.

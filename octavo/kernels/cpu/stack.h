@@ -239,7 +239,7 @@ class Stack {
       });
       return;
     }
-    const int group = size / kPanel, blocks = (int)ceil_div(tokens, 16 * kTileRows);
+    const int group = size / kPanel, blocks = (int)ceil_div(tokens, kBlockRows);
     team.run(count * blocks, false, [&](int item) {
       const int head = item / blocks, block = item % blocks;
       int panels[kMaxGroup];
@@ -247,7 +247,7 @@ class Stack {
       const T* bias = l.qkv_bias ? l.qkv_bias + (long)head * size : nullptr;
       multiply<D>(x, hidden_stride_, block_start(tokens, blocks, block),
                   block_start(tokens, blocks, block + 1), l.qkv, panels, group,
-                  l.qkv.panel((head + 1) * group),
+                  block + 1 < blocks ? nullptr : l.qkv.panel((head + 1) * group),
                   [&](int row, int n, const float* sums, int width) {
                     alignas(64) T values_of_head[kMaxGroup * kPanel];
                     for (int r = 0; r < n; ++r) {
@@ -262,11 +262,9 @@ class Stack {
   void add(Team& team, const T* x, long stride, int tokens, const Matrix& w, const T* bias) {
     product<D>(team, x, stride, tokens, w,
                [&](int row, int n, int column, int columns, const float* sums, int width) {
-                 alignas(64) T change[kMaxGroup * kPanel];
                  for (int r = 0; r < n; ++r) {
-                   put_row<D, D>(sums + r * width, bias ? bias + column : nullptr, change, columns);
-                   T* to = hidden_ + (row + r) * hidden_stride_ + column;
-                   add_row<D>(change, to, to, columns);
+                   add_sums<D>(sums + r * width, bias ? bias + column : nullptr,
+                               hidden_ + (row + r) * hidden_stride_ + column, columns);
                  }
                });
   }
@@ -290,8 +288,8 @@ class Stack {
       return;
     }
     const int half = size / kPanel;
-    const int group = tokens <= kTileRows ? 1 : 2;
-    const int groups = (int)ceil_div(half, group), blocks = (int)ceil_div(tokens, 16 * kTileRows);
+    const int group = tokens <= kSmallRows ? 1 : 2;
+    const int groups = (int)ceil_div(half, group), blocks = (int)ceil_div(tokens, kBlockRows);
     team.run(groups * blocks, false, [&](int item) {
       const int first = item / blocks * group, block = item % blocks;
       const int count = std::min(group, half - first), width = count * kPanel;
@@ -304,15 +302,13 @@ class Stack {
       const int column = first * kPanel;
       multiply<D>(x, hidden_stride_, block_start(tokens, blocks, block),
                   block_start(tokens, blocks, block + 1), l.gate_up, panels, 2 * count,
-                  l.gate_up.panel(first + count),
+                  block + 1 < blocks ? nullptr : l.gate_up.panel(first + count),
                   [&](int row, int n, const float* sums, int stride) {
-                    alignas(64) T gate[2 * kPanel], up[2 * kPanel];
                     for (int r = 0; r < n; ++r) {
                       const float* from = sums + r * stride;
-                      put_row<D, D>(from, bias ? bias + column : nullptr, gate, width);
-                      put_row<D, D>(from + width, bias ? bias + size + column : nullptr, up, width);
-                      silu_mul_row<D>(gate, up, middle_ + (row + r) * middle_stride_ + column,
-                                      width);
+                      silu_mul_sums<D>(from, from + width, bias ? bias + column : nullptr,
+                                       bias ? bias + size + column : nullptr,
+                                       middle_ + (row + r) * middle_stride_ + column, width);
                     }
                   });
     });

@@ -1,0 +1,255 @@
+"""Paged attention on NVIDIA GPUs by our own Triton kernels.
+
+Pages lie as [N, K, P, D], so that a page of one head is one run of memory. A step's rows with one
+query each take a decode form (`attention_decode.py`), all others the variable-length kernel.
+Everything that changes from step to step is read on the device from memory that stays where it is,
+so `forward` can be captured in a CUDA graph; `plan` may be called in the capture or before each
+replay. What a captured graph fixes is the number of rows and the form: `choose` names the form for
+a step's lengths. Not for: other devices. Next file: `octavo/kernels/gpu.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention.base import AttentionNeed, HeadRules
+from octavo.errors import ConfigError
+from octavo.forward import CacheLayout, ForwardBatch
+from octavo.kernels.triton import attention_tiles as tiles
+from octavo.kernels.triton.attention_decode import Heads, Pieces, decode, list_pieces
+from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count, varlen
+from octavo.kernels.triton.launch import gpu_of
+from octavo.kernels.triton.rotary import rope_store, store
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+EVEN, UNEVEN = "even", "uneven"  # forms of a decode step
+MAX_HEAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """A step's work: decode rows by pieces, and the rows after them by tiles."""
+
+    decodes: int  # rows that the decode kernel serves
+    pieces: Pieces | None
+    even: Pieces | None  # for layers with a window, which have no list form
+    queries: Queries | None
+    tile_rows: int  # product rows of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Memory that plans point into, as long as the backend lives."""
+
+    rows: int
+    items: Tensor
+    firsts: Tensor
+    counts: Tensor
+    partial: Tensor
+    lse: Tensor
+
+
+class TritonAttention:
+    """An AttentionBackend, and a FusedAttention, over pages [N, K, P, D]."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._need: AttentionNeed | None = None
+        self._room: _Room | None = None
+
+    def supports(self, need: AttentionNeed) -> str | None:
+        """Heads of 16 to 256 in steps of 16, pages of 16 to 128, f32, bf16, f16 and FP8 caches."""
+        reason = _device_reason(need)
+        if reason:
+            return reason
+        if need.dtype not in DTYPES:
+            return f"no {need.dtype}, only float32, bfloat16 and float16"
+        if need.cache_dtype != need.dtype and need.cache_dtype not in FP8:
+            return f"a cache of {need.cache_dtype} under activations of {need.dtype}"
+        if need.cache_dtype in FP8 and need.dtype == torch.float32:
+            return "an FP8 cache under activations of float32, only under bfloat16 and float16"
+        if need.head_dim % 16 or not 16 <= need.head_dim <= MAX_HEAD:
+            return f"heads of {need.head_dim}: only multiples of 16 up to {MAX_HEAD}"
+        if need.block_size not in (16, 32, 64, 128):
+            return f"blocks of {need.block_size} tokens: only 16, 32, 64 and 128"
+        if need.num_heads % need.num_kv_heads:
+            return f"{need.num_heads} heads do not divide over {need.num_kv_heads} key/value heads"
+        if need.num_heads // need.num_kv_heads > 64:
+            return f"{need.num_heads // need.num_kv_heads} heads share a key head: 64 at most"
+        return None
+
+    def layout(self, need: AttentionNeed, num_blocks: int) -> CacheLayout:
+        """Keys and values alike: [N, K, P, D]. Plans are made for the need given here last."""
+        self._need = need
+        shape = (num_blocks, need.num_kv_heads, need.block_size, need.head_dim)
+        return CacheLayout(shape, shape, need.cache_dtype)
+
+    def reserve(self, max_rows: int) -> None:
+        """Takes the memory for plans of up to `max_rows` decode rows; before any capture."""
+        need, shape = self._sizes()
+        pieces = tiles.room_of(max_rows, shape)
+        device = torch.device(need.device)
+
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        heads = pieces * need.num_heads
+        self._room = _Room(
+            max_rows,
+            ints(3 * pieces),
+            ints(max_rows),
+            ints(max_rows),
+            torch.zeros(heads * need.head_dim, dtype=torch.float32, device=device),
+            torch.zeros(heads, dtype=torch.float32, device=device),
+        )
+
+    def choose(self, lens: NDArray[np.int32]) -> str:
+        """The form for decode rows that attend to `lens` i32[R] keys: EVEN or UNEVEN."""
+        return UNEVEN if tiles.is_uneven(lens) else EVEN
+
+    def plan(self, batch: ForwardBatch, form: str | None = None) -> TritonPlan:
+        """Launches what all layers share. `form` None: chosen by the host's copy of lengths.
+
+        Without such a copy in the batch the device is asked, which waits for it.
+        """
+        need, _ = self._sizes()
+        decodes = batch.num_decodes
+        pieces = even = queries = None
+        group = need.num_heads // need.num_kv_heads
+        tile_rows, _ = tiles.varlen_tile(need.head_dim, need.cache_dtype.itemsize, group)
+        if decodes:
+            pieces, even = self._pieces(batch, form)
+        if decodes < batch.num_rows:
+            indptr = batch.q_indptr[decodes:]
+            count = tile_count(
+                batch.num_tokens - decodes, batch.num_rows - decodes, tile_rows, group
+            )
+            tile_list = torch.empty(count, dtype=torch.int32, device=indptr.device)
+            list_tiles(indptr, tile_list, tile_rows=tile_rows, group=group)
+            queries = Queries(
+                indptr, batch.kv_lens[decodes:], batch.block_table[decodes:], tile_list
+            )
+        return TritonPlan(decodes, pieces, even, queries, tile_rows)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch
+    ) -> Tensor:
+        """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal."""
+        store(k, v, batch.slot_map, batch.kv.keys[layer], batch.kv.values[layer])
+        return self._attend(q.contiguous(), layer, need, batch)
+
+    def forward_fused(
+        self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
+    ) -> Tensor:
+        """QKV [T, (Q + 2K) * D] as projected -> [T, Q * D]; norms, rotation and store included."""
+        q = rope_store(
+            qkv,
+            batch.kv.keys[layer],
+            batch.kv.values[layer],
+            positions=batch.positions,
+            slot_map=batch.slot_map,
+            num_heads=need.num_heads,
+            cos_sin=rules.cos_sin,
+            query_norm=rules.query_norm,
+            key_norm=rules.key_norm,
+            eps=rules.eps,
+        )
+        return self._attend(q, layer, need, batch)
+
+    def _attend(self, q: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
+        plan = batch.attn
+        assert isinstance(plan, TritonPlan), "the batch was planned by another backend"
+        keys, values = batch.kv.keys[layer], batch.kv.values[layer]
+        heads = Heads(need.num_heads, need.scale, need.window, need.soft_cap)
+        out = torch.empty_like(q)
+        rows = plan.decodes
+        pieces = plan.even if need.window else plan.pieces
+        if pieces is not None:
+            decode(
+                q[:rows],
+                keys,
+                values,
+                batch.block_table[:rows],
+                batch.kv_lens[:rows],
+                heads,
+                pieces,
+                tiles.decode_tile(self._sizes()[1]),
+                out[:rows],
+            )
+        if plan.queries is not None:
+            _, tile = tiles.varlen_tile(
+                need.head_dim, need.cache_dtype.itemsize, need.num_heads // need.num_kv_heads
+            )
+            varlen(q, keys, values, plan.queries, heads, plan.tile_rows, tile, out)
+        return out.view(q.shape[0], -1)
+
+    def _pieces(self, batch: ForwardBatch, form: str | None) -> tuple[Pieces, Pieces]:
+        """(for layers without a window, for layers with one)."""
+        rows = batch.num_decodes
+        shape = self._sizes()[1]
+        if self._room is None or self._room.rows < rows:
+            self.reserve(rows)
+        room = self._room
+        assert room is not None
+        even = Pieces(
+            tiles.splits_of(rows, shape),
+            room.items.view(3, -1),
+            room.firsts,
+            room.counts,
+            room.partial,
+            room.lse,
+        )
+        if form is None:
+            lens = batch.kv_lens_host
+            form = self.choose(batch.kv_lens[:rows].cpu().numpy() if lens is None else lens[:rows])
+        if form == EVEN:
+            return even, even
+        assert form == UNEVEN, form
+        aim = tiles.aim_of(rows, shape)
+        pieces = Pieces(
+            0,
+            room.items[: 3 * (aim + rows)].view(3, -1),
+            room.firsts,
+            room.counts,
+            room.partial,
+            room.lse,
+        )
+        block = tiles.decode_tile(shape).keys
+        list_pieces(batch.kv_lens[:rows], pieces, aim=aim, block=block)
+        return pieces, even
+
+    def _sizes(self) -> tuple[AttentionNeed, tiles.DecodeShape]:
+        need = self._need
+        assert need is not None, "layout comes first"
+        shape = tiles.DecodeShape(
+            kv_heads=need.num_kv_heads,
+            head_dim=need.head_dim,
+            page=need.block_size,
+            item_bytes=need.cache_dtype.itemsize,
+            processors=gpu_of(torch.device(need.device)).processors,
+        )
+        return need, shape
+
+
+def _device_reason(need: AttentionNeed) -> str | None:
+    """Why the kernels cannot run on the need's device."""
+    if not need.device.startswith("cuda"):
+        if triton.knobs.runtime.interpret:
+            return None
+        return f"it runs on NVIDIA GPUs, not on {need.device}"
+    if not torch.cuda.is_available():
+        raise ConfigError("no CUDA device can be used", "device")
+    major, minor = torch.cuda.get_device_capability(need.device)
+    if major < 8:
+        return f"compute capability {major}.{minor}: 8.0 or later is needed"
+    if need.cache_dtype in FP8 and (major, minor) < (8, 9):
+        return f"an FP8 cache on compute capability {major}.{minor}: 8.9 or later is needed"
+    return None

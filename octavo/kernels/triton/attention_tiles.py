@@ -1,0 +1,72 @@
+"""Which form and which tile an attention kernel takes: figures measured on an H200.
+
+Pure arithmetic on sizes; the host chooses by these before a launch. Not for: kernels.
+Next file: `octavo/attention/triton.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kernels.triton.attention_decode import Tile
+from octavo.kernels.triton.launch import divide_up
+
+MAX_SPLITS = 32
+# A batch is uneven if its longest row has this many times the keys of its mean row.
+UNEVEN = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What the choice of a decode form rests on."""
+
+    kv_heads: int
+    head_dim: int
+    page: int
+    item_bytes: int  # of a key's element
+    processors: int
+
+
+def is_uneven(lens: NDArray[np.int32]) -> bool:
+    """Whether the list form serves rows of these lengths better than even splits."""
+    if len(lens) < 2:
+        return False
+    return float(lens.max()) > UNEVEN * float(lens.mean())
+
+
+def splits_of(rows: int, shape: DecodeShape) -> int:
+    """Even pieces of each row: enough that every processor has programs, 1 once rows suffice."""
+    wanted = 8 * shape.processors
+    return max(1, min(MAX_SPLITS, wanted // (rows * shape.kv_heads)))
+
+
+def aim_of(rows: int, shape: DecodeShape) -> int:
+    """Pieces of the list form: more for more rows, as their ends leave processors idle."""
+    programs = min(max(4 * rows * shape.kv_heads, 4 * shape.processors), 16 * shape.processors)
+    return max(1, programs // shape.kv_heads)
+
+
+def room_of(max_rows: int, shape: DecodeShape) -> int:
+    """Most pieces that any choice for up to `max_rows` rows makes."""
+    choices = range(1, max_rows + 1)
+    return max(max(aim_of(rows, shape) + rows, rows * splits_of(rows, shape)) for rows in choices)
+
+
+def decode_tile(shape: DecodeShape) -> Tile:
+    """FP8 keys are quickest with one warp a program: their widening needs no exchange."""
+    keys = min(64, shape.page)
+    if shape.head_dim > 128:
+        return Tile(min(32, keys), 4, 2)
+    return Tile(keys, 1, 3) if shape.item_bytes == 1 else Tile(keys, 4, 3)
+
+
+def varlen_tile(head_dim: int, item_bytes: int, group: int) -> tuple[int, Tile]:
+    """(product rows of a program, its tile)."""
+    if item_bytes == 4:
+        return max(16, 2 * divide_up(group, 2)), Tile(32, 4, 1)
+    if head_dim > 128:
+        return 64, Tile(32, 4, 2)
+    return 128, Tile(64, 8, 2)

@@ -1,0 +1,207 @@
+"""Paged causal attention of rows with any number of queries: prefills, chunks, mixed batches.
+
+A program owns a tile of BM product rows: the queries of BM / G tokens, all G heads of one key head
+each, so keys and values are read once for the group and a decode row wastes no reads. Rows of a
+step are found by a list of tiles made on the device once a step. Blocks of keys before the
+diagonal need no mask. Next file: `launch.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.kernels.triton.attention_decode import FP8, Heads, Tile
+from octavo.kernels.triton.attention_math import LOWEST, attend_block, page_offsets
+from octavo.kernels.triton.launch import pdl, power_of_2
+
+
+@triton.jit(do_not_specialize=["rows", "num_tiles"], do_not_specialize_on_alignment=["indptr_ptr"])
+def tiles_kernel(
+    indptr_ptr,  # i32[R+1]
+    tiles_ptr,  # i32[tiles], filled with -1 where no row has work
+    rows,
+    num_tiles,
+    TOKENS: tl.constexpr,  # of a tile
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program r writes r for its own tiles; its first is (indptr[r] - indptr[0]) // TOKENS + r."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    base = tl.load(indptr_ptr)
+    low = tl.load(indptr_ptr + row) - base
+    high = tl.load(indptr_ptr + row + 1) - base
+    first = low // TOKENS + row
+    used = first + tl.cdiv(high - low, TOKENS)
+    stop = high // TOKENS + row + 1
+    if row == rows - 1:
+        stop = num_tiles
+    for start in range(first, stop, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        tl.store(tiles_ptr + tile, tl.where(tile < used, row, -1), mask=tile < stop)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "indptr_ptr", "lens_ptr"],
+)
+def varlen_kernel(
+    q_ptr,  # [T, Q, D]
+    keys_ptr,  # [N, K, P, D]
+    values_ptr,
+    table_ptr,  # i32[R, B]
+    indptr_ptr,  # i32[R+1]
+    lens_ptr,  # i32[R]
+    tiles_ptr,  # i32[tiles]
+    out_ptr,  # [T, Q, D]
+    scale,
+    page_stride,
+    head_stride,
+    table_stride,
+    Q: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
+    PDL: tl.constexpr,
+):
+    """One program a tile and key head; the last tiles, which see most keys, start first."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(tiles_ptr + tile)
+    if row < 0:
+        return
+    TOKENS: tl.constexpr = BM // G
+    q_start = tl.load(indptr_ptr + row)
+    q_len = tl.load(indptr_ptr + row + 1) - q_start
+    length = tl.load(lens_ptr + row)
+    first = (tile - (q_start - tl.load(indptr_ptr)) // TOKENS - row) * TOKENS  # within the row
+    m = tl.arange(0, BM)
+    token = first + m // G
+    d = tl.arange(0, DP)
+    inside = ((token < q_len) & (m < TOKENS * G))[:, None] & (d < D)[None, :]
+    at = ((q_start + token).to(tl.int64) * Q + head * G + m % G)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    if WIDE:
+        q = q.to(tl.float16)
+    position = length - q_len + token
+    first_position = length - q_len + first
+    stop = tl.minimum(length, first_position + TOKENS)
+    if WINDOW > 0:
+        start = tl.maximum(first_position - WINDOW + 1, 0) // BN * BN
+        masked_from = start
+    else:
+        start = 0
+        masked_from = (first_position + 1) // BN * BN
+    best = tl.full([BM], LOWEST, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, DP], tl.float32)
+    row_table = table_ptr + row.to(tl.int64) * table_stride
+    key_ptr = keys_ptr + head.to(tl.int64) * head_stride
+    value_ptr = values_ptr + head.to(tl.int64) * head_stride
+    for block in range(start, masked_from, BN):
+        offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
+        acc, total, best = attend_block(
+            acc, total, best, q, key_ptr, value_ptr, offsets, inside, scale, D, DP, CAP, False
+        )
+    for block in range(masked_from, stop, BN):
+        offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
+        key_position = block + tl.arange(0, BN)
+        visible = key_position[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+        acc, total, best = attend_block(
+            acc, total, best, q, key_ptr, value_ptr, offsets, visible, scale, D, DP, CAP, True
+        )
+    out = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out_ptr + at, out, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Rows of any number of queries: where they are, and the tiles that cover them."""
+
+    indptr: Tensor  # i32[R+1]
+    lens: Tensor  # i32[R]
+    table: Tensor  # i32[R, B]
+    tiles: Tensor  # i32[tiles]
+
+
+def tile_count(tokens: int, rows: int, tile_rows: int, group: int) -> int:
+    """Tiles that `rows` rows with `tokens` queries in all may need."""
+    return tokens // (tile_rows // group) + rows
+
+
+def list_tiles(indptr: Tensor, tiles: Tensor, *, tile_rows: int, group: int) -> None:
+    """Fills `tiles` i32[tile_count] for rows `indptr` i32[R+1], which may start at any token."""
+    rows = indptr.shape[0] - 1
+    tiles_kernel[(rows,)](
+        indptr,
+        tiles,
+        rows,
+        tiles.shape[0],
+        TOKENS=tile_rows // group,
+        CHUNK=64,
+        num_warps=1,
+        **pdl(indptr.device),
+    )
+
+
+def varlen(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    queries: Queries,
+    heads: Heads,
+    tile_rows: int,
+    tile: Tile,
+    out: Tensor,
+) -> None:
+    """Attention of q [T, Q, D] over pages [N, K, P, D] into out [T, Q, D], causal.
+
+    A row's queries are the last of its `lens` keys, which are stored already.
+    """
+    _, num_heads, size = q.shape
+    _, kv_heads, page, _ = keys.shape
+    varlen_kernel[(queries.tiles.shape[0], kv_heads)](
+        q,
+        keys,
+        values,
+        queries.table,
+        queries.indptr,
+        queries.lens,
+        queries.tiles,
+        out,
+        heads.scale,
+        keys.stride(0),
+        keys.stride(1),
+        queries.table.stride(0),
+        Q=num_heads,
+        G=num_heads // kv_heads,
+        D=size,
+        DP=power_of_2(size),
+        P=page,
+        BM=tile_rows,
+        BN=tile.keys,
+        WINDOW=heads.window,
+        CAP=heads.soft_cap,
+        WIDE=keys.dtype in FP8,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **pdl(q.device),
+    )

@@ -1,0 +1,298 @@
+"""Rotary positions, alone or with head norms and the write of keys and values into pages.
+
+`rope_store` is what a step uses: one launch takes the output of the QKV projection, normalizes
+heads where the model does, rotates queries and keys, and stores keys and values in the cache's
+own dtype. Rotation pairs dimension i with i + D/2 (`octavo/layers/rope.py`).
+
+Attention reads whole blocks of cells, also those after a row's last key, and gives them no weight;
+but 0 times NaN is NaN, and a page may hold what its last owner left. So whoever is first to write
+into a page, or writes several of its cells in a step, also clears the values of the cells after.
+Next file: `activation.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.kernels.triton.launch import pdl, power_of_2
+
+
+@triton.jit
+def rope_kernel(
+    q_ptr,  # [T, Q, D]
+    k_ptr,  # [T, K, D]
+    positions_ptr,  # i32[T]
+    table_ptr,  # f32[max_len, D], cos half then sin half
+    q_out_ptr,
+    k_out_ptr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2 rounded up to a power of 2
+    PDL: tl.constexpr,
+):
+    """One program a token and head; query heads first, then key heads."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    pair = tl.arange(0, HALF)
+    inside = pair < D // 2
+    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D
+    cos = tl.load(row + pair, mask=inside, other=0.0)
+    sin = tl.load(row + D // 2 + pair, mask=inside, other=0.0)
+    if head < Q:
+        source = q_ptr + (token * Q + head) * D
+        target = q_out_ptr + (token * Q + head) * D
+    else:
+        source = k_ptr + (token * K + head - Q) * D
+        target = k_out_ptr + (token * K + head - Q) * D
+    first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + D // 2 + pair, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + pair, first * cos - second * sin, mask=inside)
+    tl.store(target + D // 2 + pair, second * cos + first * sin, mask=inside)
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, Q, D], k [T, K, D], positions i32[T], table f32[max_len, D] -> both rotated."""
+    q, k = q.contiguous(), k.contiguous()
+    tokens, heads, size = q.shape
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    if tokens:
+        rope_kernel[(tokens, heads + k.shape[1])](
+            q,
+            k,
+            positions,
+            cos_sin,
+            q_out,
+            k_out,
+            Q=heads,
+            K=k.shape[1],
+            D=size,
+            HALF=power_of_2(size // 2),
+            num_warps=1,
+            **pdl(q.device),
+        )
+    return q_out, k_out
+
+
+@triton.jit
+def _clear_after(
+    values_ptr,
+    slots_ptr,
+    token,
+    slot,
+    tokens,
+    at,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    CELLS: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """Zeros after cell `at` to the page's end, if `token` is the page's last one of this step.
+
+    Tokens that add a cell to a page whose rest is clear already have nothing to do.
+    """
+    offset = slot % P
+    following = tl.load(slots_ptr + token + 1, mask=token + 1 < tokens, other=-1)
+    before = tl.load(slots_ptr + token - 1, mask=token > 0, other=-2)
+    is_last = (following != slot + 1) | (offset + 1 == P)
+    if is_last & ((offset == 0) | (before == slot - 1)):
+        d = tl.arange(0, DP)
+        for start in range(1, P - offset, CELLS):
+            cell = start + tl.arange(0, CELLS)
+            where = at + cell[:, None] * D + d[None, :]
+            inside = (offset + cell < P)[:, None] & (d < D)[None, :]
+            zeros = tl.zeros([CELLS, DP], tl.float32).to(values_ptr.dtype.element_ty)
+            tl.store(values_ptr + where, zeros, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def rope_store_kernel(
+    qkv_ptr,  # [T, (Q + 2K) * D]
+    q_norm_ptr,  # [D], read if NORM
+    k_norm_ptr,
+    positions_ptr,  # i32[T]
+    slots_ptr,  # i32[T], below 0: the token is padding and is not stored
+    table_ptr,  # f32[max_len, D]
+    q_out_ptr,  # [T, Q, D]
+    keys_ptr,  # [N, K, P, D]
+    values_ptr,
+    tokens,
+    eps,
+    qkv_stride,
+    page_stride,
+    head_stride,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a token and head: queries, keys, values."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    pair = tl.arange(0, HALF)
+    inside = pair < D // 2
+    source = qkv_ptr + token * qkv_stride + head * D
+    first = tl.load(source + pair, mask=inside, other=0.0)
+    second = tl.load(source + D // 2 + pair, mask=inside, other=0.0)
+    if head < Q + K and (NORM or ROPE):
+        dtype = first.dtype
+        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        if NORM:
+            squares = tl.sum(wide_first * wide_first, 0) + tl.sum(wide_second * wide_second, 0)
+            scale = tl.rsqrt(squares / D + eps)
+            weight_ptr = q_norm_ptr if head < Q else k_norm_ptr
+            weight_first = tl.load(weight_ptr + pair, mask=inside, other=0.0).to(tl.float32)
+            weight_second = tl.load(weight_ptr + D // 2 + pair, mask=inside, other=0.0)
+            # Rounded as the separate norm rounds it, so that both paths agree.
+            wide_first = (wide_first * scale * weight_first).to(dtype).to(tl.float32)
+            wide_second = wide_second * scale * weight_second.to(tl.float32)
+            wide_second = wide_second.to(dtype).to(tl.float32)
+        if ROPE:
+            row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D
+            cos = tl.load(row + pair, mask=inside, other=0.0)
+            sin = tl.load(row + D // 2 + pair, mask=inside, other=0.0)
+            turned = wide_first * cos - wide_second * sin
+            wide_second = wide_second * cos + wide_first * sin
+            wide_first = turned
+        first, second = wide_first.to(dtype), wide_second.to(dtype)
+    if head < Q:
+        target = q_out_ptr + (token * Q + head) * D
+        tl.store(target + pair, first, mask=inside)
+        tl.store(target + D // 2 + pair, second, mask=inside)
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            of_key = head < Q + K
+            kv_head = tl.where(of_key, head - Q, head - Q - K)
+            at = (slot // P).to(tl.int64) * page_stride + kv_head * head_stride + (slot % P) * D
+            target = (keys_ptr if of_key else values_ptr) + at
+            element = keys_ptr.dtype.element_ty
+            tl.store(target + pair, first.to(element), mask=inside)
+            tl.store(target + D // 2 + pair, second.to(element), mask=inside)
+            if not of_key:
+                _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, 2 * HALF)
+
+
+def rope_store(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    positions: Tensor,
+    slot_map: Tensor,
+    num_heads: int,
+    cos_sin: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """QKV [T, (Q + 2K) * D], pages [N, K, P, D] -> queries [T, Q, D]; fills the pages.
+
+    Head norms are used if given, rotation if `cos_sin` f32[max_len, D] is. A slot below 0 is
+    padding: nothing is stored for it.
+    """
+    _, kv_heads, page, size = keys.shape
+    tokens = qkv.shape[0]
+    q_out = qkv.new_empty(tokens, num_heads, size)
+    if tokens == 0:
+        return q_out
+    rope_store_kernel[(tokens, num_heads + 2 * kv_heads)](
+        qkv,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        positions,
+        slot_map,
+        positions if cos_sin is None else cos_sin,
+        q_out,
+        keys,
+        values,
+        tokens,
+        eps,
+        qkv.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        Q=num_heads,
+        K=kv_heads,
+        D=size,
+        P=page,
+        HALF=power_of_2(size // 2),
+        NORM=query_norm is not None,
+        ROPE=cos_sin is not None,
+        num_warps=1,
+        **pdl(qkv.device),
+    )
+    return q_out
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def store_kernel(
+    k_ptr,  # [T, K, D]
+    v_ptr,
+    slots_ptr,  # i32[T]
+    keys_ptr,  # [N, K, P, D]
+    values_ptr,
+    tokens,
+    page_stride,
+    head_stride,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a token and key head."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        source = (token * K + head) * D + column
+        at = (slot // P).to(tl.int64) * page_stride + head * head_stride + (slot % P) * D
+        element = keys_ptr.dtype.element_ty
+        k = tl.load(k_ptr + source, mask=inside).to(element)
+        v = tl.load(v_ptr + source, mask=inside).to(element)
+        tl.store(keys_ptr + at + column, k, mask=inside)
+        tl.store(values_ptr + at + column, v, mask=inside)
+        _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, BLOCK)
+
+
+def store(k: Tensor, v: Tensor, slot_map: Tensor, keys: Tensor, values: Tensor) -> None:
+    """k and v [T, K, D] into pages [N, K, P, D] at slots i32[T]; slots below 0 are skipped."""
+    k, v = k.contiguous(), v.contiguous()
+    tokens, heads, size = k.shape
+    if tokens == 0:
+        return
+    store_kernel[(tokens, heads)](
+        k,
+        v,
+        slot_map,
+        keys,
+        values,
+        tokens,
+        keys.stride(0),
+        keys.stride(1),
+        K=heads,
+        D=size,
+        P=keys.shape[2],
+        BLOCK=power_of_2(size),
+        num_warps=1,
+        **pdl(k.device),
+    )

@@ -1,0 +1,114 @@
+"""The Python interface with the real model: LLM and AsyncLLMEngine under the names people know."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from octavo.errors import ConfigError, InvalidRequest
+from octavo.sampling_params import RequestOutputKind
+
+pytestmark = pytest.mark.model
+SIZES = {"max_model_len": 512, "num_gpu_blocks_override": 128, "max_num_seqs": 8}
+PROMPTS = ["The capital of France is", "1, 2, 3, 4, 5, 6, 7, 8,", "Once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf: Path) -> LLM:
+    return LLM(str(smollm2_gguf), **SIZES)
+
+
+def test_generate_keeps_the_order(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert outputs[0].outputs[0].text.startswith(" Paris")
+    assert outputs[1].outputs[0].text.startswith(" 9, 10")
+    assert all(output.finished for output in outputs)
+
+
+def test_batched_answers_equal_lone_ones(llm: LLM) -> None:
+    seed = random.randrange(2**31)
+    params = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=20, seed=seed)
+    together = llm.generate(PROMPTS * 2, params, use_tqdm=False)
+    alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS]
+    for index, output in enumerate(together):
+        assert output.outputs[0].token_ids == alone[index % 3].outputs[0].token_ids, f"seed {seed}"
+
+
+def test_chat_and_choices(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=1.5, n=3, max_tokens=16, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.chat(messages, params, use_tqdm=False)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+    assert len({choice.text for choice in output.outputs}) > 1
+    for choice in output.outputs:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == len(choice.token_ids)
+        first = [next(iter(position)) for position in choice.logprobs]
+        assert first == choice.token_ids
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids or ())
+    assert output.prompt_logprobs[0] is None
+
+
+def test_prompts_that_cannot_be_served(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="maximum context length is 512"):
+        llm.generate([[5] * 600], use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        llm.generate([[49152]], use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="neither"):
+        llm.generate({}, use_tqdm=False)
+    # What was refused has left nothing behind.
+    assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_unknown_options_are_named(smollm2_gguf: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(str(smollm2_gguf), max_num_seq=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        LLM(str(smollm2_gguf), tensor_parallel_size=8)
+
+
+async def test_async_engine_streams_and_aborts(smollm2_gguf: Path) -> None:
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=str(smollm2_gguf), **SIZES))
+    try:
+        final = await _collect(engine, RequestOutputKind.FINAL_ONLY)
+        deltas = await _collect(engine, RequestOutputKind.DELTA)
+        growing = await _collect(engine, RequestOutputKind.CUMULATIVE)
+        assert len(final) == 1
+        text = final[0].outputs[0].text
+        assert "".join(output.outputs[0].text for output in deltas) == text
+        assert growing[-1].outputs[0].text == text
+        assert [output.finished for output in growing][-2:] == [False, True]
+        await _abort_ends_a_request(engine)
+        await engine.check_health()
+        assert engine.get_num_unfinished_requests() == 0
+    finally:
+        await engine.close()
+    assert engine.is_stopped
+
+
+async def _collect(engine: AsyncLLMEngine, kind: RequestOutputKind) -> list:
+    params = SamplingParams(temperature=0, max_tokens=10, output_kind=kind)
+    return [output async for output in engine.generate(PROMPTS[1], params, f"request-{kind}")]
+
+
+async def _abort_ends_a_request(engine: AsyncLLMEngine) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    reasons = []
+
+    async def consume() -> None:
+        async for output in engine.generate("Once", params, "to-abort"):
+            reasons.append(output.outputs[0].finish_reason)
+
+    task = asyncio.create_task(consume())
+    while not reasons:
+        await asyncio.sleep(0.01)
+    await engine.abort("to-abort")
+    await asyncio.wait_for(task, 5)
+    assert reasons[-1] == "abort"
+    assert len(reasons) < 400

@@ -1,0 +1,219 @@
+"""Attention over pages on the GPU against dense attention in f32, on fresh random batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.attention.base import AttentionNeed, HeadRules
+from octavo.forward import ForwardBatch, KVCache
+from octavo.kernels import reference
+from tests.gpu.measure import bound, distance, poison, poison_allocator
+
+pytest.importorskip("triton")
+
+from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def make_need(device: torch.device, **changes: object) -> AttentionNeed:
+    need = AttentionNeed(
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        scale=0.125,
+        block_size=16,
+        dtype=BF16,
+        cache_dtype=BF16,
+        device=str(device),
+    )
+    need = replace(need, **changes)
+    if device.type == "cpu" and need.dtype == BF16:  # the interpreter multiplies no bf16
+        cache = F16 if need.cache_dtype == BF16 else need.cache_dtype
+        return replace(need, dtype=F16, cache_dtype=cache)
+    return need
+
+
+def make_batch(
+    need: AttentionNeed, backend: TritonAttention, q_lens: list[int], kv_lens: list[int]
+) -> ForwardBatch:
+    """Rows on random pages; keys of earlier steps are random, unused cells hold NaN."""
+    device, page = torch.device(need.device), need.block_size
+    widths = [-(-length // page) for length in kv_lens]
+    layout = backend.layout(need, sum(widths) + 3)
+    order = torch.randperm(sum(widths) + 3)
+    table = torch.full((len(kv_lens), max(widths) + 2), 0, dtype=torch.int32)
+    used = 0
+    for row, width in enumerate(widths):
+        table[row, :width] = order[used : used + width].int()
+        used += width
+    pages = [poison(torch.empty(layout.key, dtype=layout.dtype)) for _ in range(2)]
+    slots, positions = [], []
+    for row, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        at = torch.arange(kv_len)
+        where = table[row].long()[at // page]
+        for cells in pages:
+            values = torch.randn(kv_len, need.num_kv_heads, need.head_dim)
+            cells[where, :, at % page] = values.to(layout.dtype)
+            # Earlier steps left the rest of the last page clear; where this step is the page's
+            # first, or fills several cells, clearing is its own work.
+            if q_len == 1 and kv_len % page != 1:
+                rest = cells[int(where[-1]), :, (kv_len - 1) % page + 1 :]
+                rest.copy_(torch.zeros_like(rest))
+        new = at[kv_len - q_len :]
+        positions += new.tolist()
+        slots += (where[new] * page + new % page).tolist()
+    ends = np.cumsum([0, *q_lens])
+    return ForwardBatch(
+        num_rows=len(q_lens),
+        num_tokens=int(ends[-1]),
+        num_decodes=next((i for i, n in enumerate(q_lens) if n != 1), len(q_lens)),
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        slot_map=torch.tensor(slots, dtype=torch.int32, device=device),
+        q_indptr=torch.tensor(ends, dtype=torch.int32, device=device),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        sample_rows=torch.tensor(ends[1:] - 1, dtype=torch.int32, device=device),
+        max_q=max(q_lens),
+        max_kv=max(kv_lens),
+        kv=KVCache((pages[0].to(device),), (pages[1].to(device),), page),
+        kv_lens_host=np.array(kv_lens, np.int32),
+    )
+
+
+def dense(q: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
+    """The same attention in f32 over the pages as they are, row by row."""
+    out = torch.empty(q.shape, dtype=F32)
+    q = q.float().cpu()
+    page, group = need.block_size, need.num_heads // need.num_kv_heads
+    keys, values = (cells[0].float().cpu() for cells in (batch.kv.keys, batch.kv.values))
+    ends = batch.q_indptr.tolist()
+    for row, length in enumerate(batch.kv_lens.tolist()):
+        at = torch.arange(length)
+        where = batch.block_table[row].cpu().long()[at // page]
+        k = keys[where, :, at % page].repeat_interleave(group, dim=1)
+        v = values[where, :, at % page].repeat_interleave(group, dim=1)
+        start, stop = ends[row], ends[row + 1]
+        position = length - (stop - start) + torch.arange(stop - start)
+        score = torch.einsum("qhd,khd->hqk", q[start:stop], k) * need.scale
+        if need.soft_cap:
+            score = torch.tanh(score / need.soft_cap) * need.soft_cap
+        hidden = at[None, :] > position[:, None]
+        if need.window:
+            hidden |= at[None, :] <= position[:, None] - need.window
+        weight = score.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weight, v)
+    return out.flatten(1)
+
+
+def check(need: AttentionNeed, q_lens: list[int], kv_lens: list[int], form: str | None) -> None:
+    backend = TritonAttention()
+    assert backend.supports(need) is None
+    batch = make_batch(need, backend, q_lens, kv_lens)
+    device = torch.device(need.device)
+    tokens = batch.num_tokens
+    q = torch.randn(tokens, need.num_heads, need.head_dim, device=device).to(need.dtype)
+    k, v = torch.randn(2, tokens, need.num_kv_heads, need.head_dim, device=device).to(need.dtype)
+    poison_allocator(device)
+    batch = replace(batch, attn=backend.plan(batch, form))
+    found = backend.forward(q, k, v, 0, need, batch)
+    error = distance(found, dense(q, need, batch))
+    assert found.dtype == need.dtype
+    assert error < bound(device, need.dtype)
+
+
+CASES = [
+    {},
+    {"dtype": F16, "cache_dtype": F16},
+    {"dtype": F32, "cache_dtype": F32},
+    {"cache_dtype": E4M3},
+    {"dtype": F16, "cache_dtype": E5M2, "block_size": 64},
+    {"block_size": 128, "head_dim": 128, "num_heads": 4, "num_kv_heads": 1},
+    {"head_dim": 80, "num_heads": 7, "num_kv_heads": 1},
+    {"head_dim": 256, "num_heads": 2, "num_kv_heads": 2, "block_size": 32},
+    {"head_dim": 16, "num_heads": 3, "num_kv_heads": 3},
+    {"soft_cap": 2.0},
+    {"window": 20},
+    {"window": 1, "block_size": 64},
+]
+
+
+@pytest.mark.parametrize("form", [EVEN, UNEVEN])
+@pytest.mark.parametrize("changes", CASES)
+def test_decode(device: torch.device, changes: dict[str, object], form: str) -> None:
+    lens = [1, 16, 17, 150, 3]
+    check(make_need(device, **changes), [1] * len(lens), lens, form)
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_prefill(device: torch.device, changes: dict[str, object]) -> None:
+    check(make_need(device, **changes), [70, 2, 33], [70, 50, 100], None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cache_dtype": E4M3}, {"window": 9}])
+def test_mixed(device: torch.device, changes: dict[str, object]) -> None:
+    """Decode rows and chunks in one step, a chunk of one token among them."""
+    check(make_need(device, **changes), [1, 1, 40, 1, 5], [70, 9, 45, 20, 5], None)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("form", [EVEN, UNEVEN])
+def test_rows_of_padding(device: torch.device, rows: int, form: str) -> None:
+    """Rows without keys give zeros and store nothing; their neighbours are as they were."""
+    need = make_need(device)
+    backend = TritonAttention()
+    batch = make_batch(need, backend, [1] * rows, [30] * rows)
+    lens, slots = batch.kv_lens.clone(), batch.slot_map.clone()
+    lens[0], slots[0] = 0, -1
+    batch = replace(batch, kv_lens=lens, slot_map=slots)
+    q = torch.randn(rows, need.num_heads, need.head_dim, device=device).to(need.dtype)
+    k, v = torch.randn(2, rows, need.num_kv_heads, need.head_dim, device=device).to(need.dtype)
+    before = batch.kv.keys[0].clone()
+    poison_allocator(device)
+    batch = replace(batch, attn=backend.plan(batch, form))
+    found = backend.forward(q, k, v, 0, need, batch)
+    assert bool((found[0] == 0).all())
+    assert bool(torch.isfinite(found.float()).all())
+    stored = (batch.kv.keys[0].view(torch.int16) != before.view(torch.int16)).any(-1).sum()
+    assert int(stored) == (rows - 1) * need.num_kv_heads
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_fused_equals_apart(device: torch.device, norms: bool) -> None:
+    need = make_need(device, dtype=F32, cache_dtype=F32)
+    backend = TritonAttention()
+    batch = make_batch(need, backend, [1, 6], [33, 20])
+    tokens, size = batch.num_tokens, need.head_dim
+    qkv = torch.randn(tokens, (need.num_heads + 2 * need.num_kv_heads) * size, device=device)
+    table = torch.randn(64, size, device=device)
+    weights = [torch.randn(size, device=device) for _ in range(2)] if norms else [None, None]
+    batch = replace(batch, attn=backend.plan(batch))
+    rules = HeadRules(table, weights[0], weights[1], 1e-6)
+    found = backend.forward_fused(qkv, rules, 0, need, batch)
+    heads = [need.num_heads, need.num_kv_heads, need.num_kv_heads]
+    q, k, v = qkv.view(tokens, -1, size).split(heads, dim=1)
+    if norms:
+        q, k = (reference.rms_norm(x, w, 1e-6) for x, w in zip((q, k), weights, strict=True))
+    q, k = reference.rope(q, k, batch.positions, table)
+    assert distance(found, backend.forward(q, k, v, 0, need, batch)) < 1e-5
+
+
+def test_refusals(device: torch.device) -> None:
+    backend = TritonAttention()
+    for changes, word in [
+        ({"head_dim": 72}, "multiples of 16"),
+        ({"block_size": 24}, "16, 32, 64 and 128"),
+        ({"num_heads": 7}, "do not divide"),
+        ({"cache_dtype": F32}, "a cache of"),
+        ({"dtype": F32, "cache_dtype": E4M3}, "FP8"),
+        ({"dtype": torch.float64}, "float64"),
+    ]:
+        reason = backend.supports(make_need(device, **changes))
+        assert reason is not None
+        assert word in reason

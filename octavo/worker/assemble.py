@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -37,6 +38,13 @@ from octavo.worker.runner import Model
 MAX_BLOCK_SIZE = 256
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FP8 = MappingProxyType(
+    {
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+)
 Bytes = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 
@@ -90,6 +98,7 @@ def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
         config.kernels,
         cache=None if config.cache_dir is None else Path(config.cache_dir),
         threads=device.threads,
+        device=device.name,
     )
     need = attention_need(
         spec,
@@ -176,6 +185,8 @@ def _dtype(config: WorkerConfig, spec: ModelSpec, device: Device) -> tuple[torch
 def _cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return dtype
+    if config.kv_cache_dtype in _FP8:
+        return _FP8[config.kv_cache_dtype]
     wanted = _dtype_named(config.kv_cache_dtype, "kv_cache_dtype")
     if wanted != dtype:
         raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -31,7 +32,7 @@ class CudaQueue(CudaDevice):
         super().__init__(index)
         if cache_dir is not None:
             triton.knobs.cache.dir = str(Path(cache_dir) / TRITON_FOLDER)
-        self._pool: tuple[int, int] | None = None  # of captured graphs' memory
+        self._pool: Any = None  # of captured graphs' memory
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeroed memory of the GPU."""
@@ -53,7 +54,7 @@ class CudaQueue(CudaDevice):
 
     def mark(self) -> torch.cuda.Event:
         """An event of the stream."""
-        event = torch.cuda.Event()
+        event = self.event()
         event.record()
         return event
 

@@ -184,4 +184,5 @@ def slot_ops(device: str) -> SlotOps:
         return REFERENCE
     from octavo.kernels.triton.slots import TRITON
 
-    return TRITON
+    ops: SlotOps = TRITON
+    return ops

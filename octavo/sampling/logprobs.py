@@ -144,7 +144,7 @@ def _device_best(logits: Tensor, count: int) -> Tensor:
         return torch.empty((logits.shape[0], 0), dtype=torch.int64, device=logits.device)
     falling = torch.arange(vocab - 1, -1, -1, device=logits.device)
     found = []
-    for part in logits.split(_ROWS):
+    for part in torch.split(logits, _ROWS):
         bits = (part + 0.0).view(torch.int32)
         order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
         keys = (order << 32) + falling

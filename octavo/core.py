@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -54,15 +53,14 @@ def build_core(
 def main() -> int:
     """Reads the settings, serves until told to stop, and gives the exit code."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
-    stopping = threading.Event()
-    # Ctrl-C reaches the whole process group; the API process drains first and then says stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    # Ctrl-C and service managers signal every process of a group; the API process drains first
+    # and then says stop. Should it die instead, the heartbeat notices and ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
         return run(
             settings.addresses,
             lambda report: build_core(settings.worker, settings.scheduler, report),
-            stopping,
         )
     except OctavoError:
         return 1  # the client has been told, and tells the operator

@@ -106,9 +106,8 @@ class Heartbeat:
 def run(
     addresses: Addresses,
     build: Callable[[Report], tuple[EngineCore, WorkerInfo]],
-    stopping: threading.Event,
 ) -> int:
-    """Builds the core, then serves until a `stop` arrives or `stopping` is set; the exit code."""
+    """Builds the core, then serves until a `stop` arrives; the exit code."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox = Outbox(context, addresses.from_core)
     heartbeat = Heartbeat(context, addresses.from_core)
@@ -122,7 +121,7 @@ def run(
         inbox = Inbox(context, addresses.to_core)
         outbox.send(Ready(info))
         heartbeat.phase, heartbeat.detail = "idle", ""
-        _serve(core, inbox, outbox, heartbeat, stopping)
+        _serve(core, inbox, outbox, heartbeat)
     except Exception as error:
         outbox.send(Died(f"{error}", type(error).__name__))
         raise
@@ -134,10 +133,9 @@ def _serve(
     inbox: Inbox,
     outbox: Outbox,
     heartbeat: Heartbeat,
-    stopping: threading.Event,
 ) -> None:
     pending: set[str] = set()
-    while not stopping.is_set():
+    while True:
         for message in inbox.drain(wait=not core.has_work()):
             if isinstance(message, AddRequest):
                 pending.add(message.id)

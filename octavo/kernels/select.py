@@ -27,11 +27,13 @@ def select(
     cache: Path | None = None,
     threads: int | None = None,
     device: str = "cpu",
+    int8: bool = False,
 ) -> tuple[Ops, tuple[str, ...]]:
     """(the kernels for activations of `dtype`, a line for each decision); `want` "auto" or a name.
 
     `cache` is the folder for built kernels (None: ~/.cache/octavo), `threads` the number of
-    threads (None: torch's own). Raises ConfigError if the one that is wanted cannot be had.
+    threads (None: torch's own). With `int8` all weights are packed in 8 bits, which native kernels
+    alone can. Raises ConfigError if the one that is wanted cannot be had.
     """
     if want not in ("auto", *NAMES):
         raise ConfigError(
@@ -39,7 +41,7 @@ def select(
         )
     reference = {"reference": lambda: replace(reference_ops(dtype), reason="plain torch")}
     makers: dict[str, Callable[[], Ops | str]] = {
-        "native": lambda: _native(dtype, cache, threads),
+        "native": lambda: _native(dtype, cache, threads, int8),
         "onednn": lambda: _onednn(dtype),
         **reference,
     }
@@ -49,6 +51,9 @@ def select(
         raise ConfigError(
             f"kernels {want!r} do not run on {device}; use auto or {' or '.join(makers)}", "kernels"
         )
+    if int8:
+        no_int8 = "it has no weights of 8 bits"
+        makers |= {name: lambda: no_int8 for name in makers if name != "native"}
     refusals: list[str] = []
     for name, make in makers.items():
         if want not in ("auto", name):
@@ -60,21 +65,23 @@ def select(
         how = "as asked" if want != "auto" else "the first that can"
         notes = (*refusals, f"kernels: {name}, {ops.reason}, {how}")
         return replace(ops, reason="; ".join(notes)), notes
-    raise ConfigError(f"{'; '.join(refusals)}; use --kernels auto", "kernels")
+    remedy = "leave quantization out" if int8 and want in ("auto", "native") else "use auto"
+    raise ConfigError(f"{'; '.join(refusals)}; {remedy}", "kernels")
 
 
-def _native(dtype: torch.dtype, cache: Path | None, threads: int | None) -> Ops | str:
+def _native(dtype: torch.dtype, cache: Path | None, threads: int | None, int8: bool) -> Ops | str:
     from octavo.kernels.cpu.binding import load
     from octavo.kernels.cpu.native import NativeOps
 
     library = load(cache, threads)
     if isinstance(library, str):
         return library
-    reason = library.refuse(dtype)
+    reason = library.refuse(dtype, int8=int8)
     if reason:
         return reason
-    name = str(dtype).removeprefix("torch.")
-    return NativeOps(library, dtype).table(f"AVX-512 {name}, {library.threads} threads")
+    name = str(dtype).removeprefix("torch.") + (" over int8 weights" if int8 else "")
+    ops = NativeOps(library, dtype, int8=int8)
+    return ops.table(f"AVX-512 {name}, {library.threads} threads")
 
 
 def _onednn(dtype: torch.dtype) -> Ops | str:

@@ -165,7 +165,8 @@ def test_a_full_queue_refuses_and_a_deadline_ends(smollm2_gguf: Path, tmp_path: 
             httpx.Client(headers=key, timeout=60) as client,
             client.stream("POST", url, json={**body, "stream": True}) as running,
         ):
-            next(running.iter_lines())
+            lines = running.iter_lines()  # kept, for a closed iterator closes the stream
+            next(lines)
             late = httpx.post(
                 url, json=body, headers={**key, "X-Request-Deadline-Ms": "300"}, timeout=30
             )

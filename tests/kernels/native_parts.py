@@ -21,8 +21,8 @@ def native_library(threads: int = 2) -> Library:
     return library
 
 
-def native_ops(dtype: torch.dtype, threads: int = 2) -> Ops:
+def native_ops(dtype: torch.dtype, threads: int = 2, *, int8: bool = False) -> Ops:
     library = native_library(threads)
-    if library.refuse(dtype):
-        pytest.skip(library.refuse(dtype))
-    return NativeOps(library, dtype).table("under test")
+    if library.refuse(dtype, int8=int8):
+        pytest.skip(library.refuse(dtype, int8=int8))
+    return NativeOps(library, dtype, int8=int8).table("under test")

@@ -19,7 +19,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.fused import FusedDecoder, fuse
 from octavo.models.load import build_model
 from octavo.models.spec import ModelSpec, RopeSpec
-from tests.kernels.native_parts import DTYPES, native_library, native_ops
+from tests.kernels.native_parts import native_library, native_ops
 from tests.models.driver import Driver, Row, make_build
 
 VOCABULARY = 101
@@ -71,12 +71,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def native_build(spec: ModelSpec, dtype: torch.dtype, *, threads: int, block: int = 16) -> Build:
+def native_build(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    threads: int,
+    block: int = 16,
+    int8: bool = False,
+) -> Build:
     return make_build(
         spec,
         dtype=dtype,
         block_size=block,
-        ops=native_ops(dtype, threads),
+        ops=native_ops(dtype, threads, int8=int8),
         attention=NativeAttention(native_library(threads)),
     )
 
@@ -112,12 +119,17 @@ def run(driver: Driver, tokens: list[list[int]], *, chunk: int = 0) -> list[Tens
     return driver.step([(row, len(row.tokens)) for row in rows], every=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("dtype", "int8"), KINDS)
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("block", [1, 16, 33])
-def test_it_is_the_decoder_to_the_bit(dtype: torch.dtype, case: str, block: int) -> None:
+def test_it_is_the_decoder_to_the_bit(
+    dtype: torch.dtype, int8: bool, case: str, block: int
+) -> None:
     spec = spec_of(**CASES[case])
-    build = native_build(spec, dtype, threads=2, block=block)
+    build = native_build(spec, dtype, threads=2, block=block, int8=int8)
     decoder = filled(spec, build)
     tokens = prompts()
     size = 900 if block == 1 else 100
@@ -132,14 +144,14 @@ def test_it_is_the_decoder_to_the_bit(dtype: torch.dtype, case: str, block: int)
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_nothing(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "int8"), KINDS)
+def test_threads_change_nothing(dtype: torch.dtype, int8: bool) -> None:
     spec = spec_of()
     state, tokens = torch.get_rng_state(), prompts()
     results = []
     for threads in (1, 2, 5):
         torch.set_rng_state(state)
-        build = native_build(spec, dtype, threads=threads)
+        build = native_build(spec, dtype, threads=threads, int8=int8)
         decoder = filled(spec, build)
         driver = Driver(fused(decoder, build), build, num_blocks=100, seed=threads)
         results.append(torch.cat(run(driver, tokens)))

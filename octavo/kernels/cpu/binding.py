@@ -18,6 +18,7 @@ import torch
 from octavo.kernels.cpu.build import find_library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+INT8_WEIGHTS = 3  # the code of bf16 activations over weights of 8 bits
 
 
 class Heads(ctypes.Structure):
@@ -85,6 +86,7 @@ class StepArrays(ctypes.Structure):
 _P, _I = c_void_p, c_int
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "oct_bf16": (c_int, ()),
+    "oct_int8": (c_int, ()),
     "oct_plan_bytes": (c_int, ()),
     "oct_stack_bytes": (c_int, ()),
     "oct_step_bytes": (c_int, ()),
@@ -115,7 +117,7 @@ class Library:
     runs at a time: a second caller waits.
     """
 
-    __slots__ = ("__weakref__", "bf16", "call", "pool", "threads")
+    __slots__ = ("__weakref__", "bf16", "call", "int8", "pool", "threads")
 
     def __init__(self, path: Path, threads: int) -> None:
         if threads < 1:
@@ -128,16 +130,21 @@ class Library:
         ):
             assert ctypes.sizeof(structure) == size, f"{structure.__name__} differs from the C++"
         self.bf16 = bool(self.call.oct_bf16())
+        self.int8 = bool(self.call.oct_int8())
         self.threads = threads
         self.pool = self.call.oct_pool_new(threads)
         weakref.finalize(self, self.call.oct_pool_free, self.pool)
 
-    def refuse(self, dtype: torch.dtype) -> str:
-        """Why activations of `dtype` cannot be computed; empty if they can."""
+    def refuse(self, dtype: torch.dtype, *, int8: bool = False) -> str:
+        """Why activations of `dtype`, over weights of 8 bits, cannot be; empty if they can."""
         if dtype not in DTYPES:
             return f"they know float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
         if dtype == torch.bfloat16 and not self.bf16:
             return "the CPU lacks avx512_bf16; float32 works"
+        if int8 and dtype != torch.bfloat16:
+            return "weights of 8 bits go with activations in bfloat16 only"
+        if int8 and not self.int8:
+            return "the CPU lacks avx512_vnni, which weights of 8 bits need"
         return ""
 
 

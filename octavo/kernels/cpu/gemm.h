@@ -1,10 +1,13 @@
 // y = x w^T for weights packed in panels of 32 output columns.
 //
 // A panel is [steps][32][kStep] values, 128 bytes a step: with bf16 a step is a pair of neighbours
-// along K, with f32 one value. N and K are padded with zeros. Each output is one chain of sums
+// along K, with f32 one value, with 8 bits four. N and K are padded with zeros. Panels of 8 bits
+// are followed by a scale for each column, f32, and 128 times the column's sum, i32. Each output is one chain of sums
 // over K in rising order, whatever the number of rows: results do not depend on the batch.
 // Next file: rows.h.
 #pragma once
+
+#include <type_traits>
 
 #include "pool.h"
 
@@ -31,7 +34,12 @@ struct Matrix {
   int steps;
   long panel_bytes;
   const char* panel(int i) const { return data + i * panel_bytes; }
+  float* scales() const { return (float*)panel(panels); }
+  int32_t* offsets() const { return (int32_t*)(scales() + panels * kPanel); }
 };
+
+template <class W>
+constexpr bool is_int8() { return W::kStep == 4; }
 
 template <class D>
 static inline Matrix matrix(const void* data, int rows, int columns) {
@@ -74,6 +82,90 @@ static void unpack_row(const Matrix& w, int row, typename D::T* out) {
   }
   if (whole < w.steps) out[whole * D::kStep] = *(const T*)in;
 }
+
+#ifdef __AVX512VNNI__
+// Rows of 8 bits: each by its own largest value, rounded to nearest.
+template <class D>
+static void pack_int8(const typename D::T* source, long stride, int rows, int columns,
+                      void* packed) {
+  const Matrix w = matrix<INT8>(packed, rows, columns);
+  std::memset(packed, 0, w.panels * (w.panel_bytes + kPanel * 8));
+  for (int row = 0; row < rows; ++row) {
+    const typename D::T* in = source + row * stride;
+    V16 most = _mm512_setzero_ps();
+    for (int k = 0; k < columns; k += 16) {
+      most = _mm512_max_ps(most, _mm512_abs_ps(D::load(in + k, tail_mask(columns - k))));
+    }
+    const float top = max_lanes(most), inverse = top > 0 ? 127.0f / top : 0.0f;
+    int8_t* out = (int8_t*)w.panel(row / kPanel) + row % kPanel * 4;
+    int32_t sum = 0;
+    for (int k = 0; k < columns; k += 16) {
+      float values[16];
+      _mm512_storeu_ps(values, D::load(in + k, tail_mask(columns - k)));
+      for (int i = k; i < std::min(columns, k + 16); ++i) {
+        const int8_t q = (int8_t)std::nearbyint(values[i - k] * inverse);
+        out[i / 4 * 128 + i % 4] = q;
+        sum += q;
+      }
+    }
+    w.scales()[row] = top / 127.0f;
+    w.offsets()[row] = 128 * sum;
+  }
+}
+
+template <class D>
+static void unpack_row_int8(const Matrix& w, int row, typename D::T* out) {
+  const int8_t* in = (const int8_t*)w.panel(row / kPanel) + row % kPanel * 4;
+  const V16 scale = _mm512_set1_ps(w.scales()[row]);
+  for (int k = 0; k < w.columns; k += 16) {
+    int32_t fours[4] = {0, 0, 0, 0};
+    for (int i = 0; i < 4 && k + i * 4 < w.columns; ++i) {
+      std::memcpy(&fours[i], in + (k / 4 + i) * 128, 4);
+    }
+    const __m512i q = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)fours));
+    D::store(out + k, _mm512_mul_ps(_mm512_cvtepi32_ps(q), scale), tail_mask(w.columns - k));
+  }
+}
+
+// A row in 8 bits, filled up to whole steps, then its scale.
+template <class D>
+static void quantize_row(const typename D::T* x, uint8_t* out, int size) {
+  V16 most = _mm512_setzero_ps();
+  __mmask16 nan = 0;
+  for (int i = 0; i < size; i += 16) {
+    const V16 v = D::load(x + i, tail_mask(size - i));
+    nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    most = _mm512_max_ps(most, _mm512_abs_ps(v));
+  }
+  const float top = max_lanes(most);
+  const V16 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
+  for (int i = 0; i < size; i += 16) {
+    const V16 v = _mm512_mul_ps(D::load(x + i, tail_mask(size - i)), inverse);
+    const __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(128));
+    _mm_mask_storeu_epi8(out + i, tail_mask((size + 3) / 4 * 4 - i), _mm512_cvtusepi32_epi8(q));
+  }
+  // NaN and infinity must not vanish: they make the scale, and with it the whole row, NaN.
+  const float scale = !nan && top < INFINITY ? top / 127.0f : NAN;
+  std::memcpy(out + (size + 3) / 4 * 4, &scale, 4);
+}
+
+// i32 sums of a tile -> f32.
+static inline void rescale(const uint8_t* x, long stride, int rows, const Matrix& w, int panel,
+                           float* sums, int sums_stride) {
+  for (int r = 0; r < rows; ++r) {
+    float scale;
+    std::memcpy(&scale, x + r * stride + w.steps * 4, 4);
+    for (int c = 0; c < kPanel; c += 16) {
+      float* at = sums + r * sums_stride + c;
+      const int column = panel * kPanel + c;
+      const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(at),
+                                           _mm512_loadu_si512(w.offsets() + column));
+      const V16 f = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale));
+      _mm512_storeu_ps(at, _mm512_mul_ps(f, _mm512_loadu_ps(w.scales() + column)));
+    }
+  }
+}
+#endif
 
 // R rows x one panel. Prefetches 128 bytes a step from `next`.
 template <class D, int R>
@@ -141,6 +233,11 @@ static inline void multiply(const typename D::T* x, long stride, int first, int 
         next = (const char*)(x + (t + 1 < tiles ? row + rows : first) * stride);
       }
       any_tile<D>(rows, x + row * stride, stride, panel, w.steps, sums + p * kPanel, width, next);
+#ifdef __AVX512VNNI__
+      if constexpr (is_int8<D>()) {
+        rescale(x + row * stride, stride, rows, w, panels[p], sums + p * kPanel, width);
+      }
+#endif
     }
     done(row, rows, sums, width);
     row += rows;

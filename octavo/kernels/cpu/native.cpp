@@ -28,6 +28,19 @@ int with_type(int dtype, F&& f) {
   return kNoType;
 }
 
+// The same with the type of weights: dtype 3 is INT8 weights under bf16 activations.
+template <class F>
+int with_types(int dtype, F&& f) {
+  if (dtype < 2) return with_type(dtype, [&](auto d) { f(d, d); });
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+  if (dtype == 3) {
+    f(BF16(), INT8());
+    return 0;
+  }
+#endif
+  return kNoType;
+}
+
 // Runs one phase of `items` alone.
 template <class Work>
 void each(Pool& pool, int items, Work&& work) {
@@ -46,6 +59,14 @@ void each_rows(Pool& pool, int rows, int grain, Work&& work) {
 
 extern "C" {
 
+int oct_int8() {
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 int oct_bf16() {
 #ifdef __AVX512BF16__
   return 1;
@@ -59,34 +80,49 @@ void oct_pool_free(void* pool) { delete (Pool*)pool; }
 
 long oct_packed_bytes(int dtype, int rows, int columns) {
   long bytes = kNoType;
-  with_type(dtype, [&](auto d) {
-    typedef decltype(d) D;
-    const Matrix w = matrix<D>(nullptr, rows, columns);
-    bytes = w.panels * w.panel_bytes;
+  with_types(dtype, [&](auto, auto weight) {
+    typedef decltype(weight) W;
+    const Matrix w = matrix<W>(nullptr, rows, columns);
+    bytes = w.panels * (w.panel_bytes + (is_int8<W>() ? kPanel * 8 : 0));
   });
   return bytes;
 }
 
 int oct_pack(int dtype, const void* source, long stride, int rows, int columns, void* packed) {
-  return with_type(dtype, [&](auto d) {
+  return with_types(dtype, [&](auto d, auto weight) {
     typedef decltype(d) D;
-    pack<D>((const typename D::T*)source, stride, rows, columns, packed);
+    typedef typename D::T T;
+    if constexpr (std::is_same<D, decltype(weight)>::value) {
+      pack<D>((const T*)source, stride, rows, columns, packed);
+    } else {
+      pack_int8<D>((const T*)source, stride, rows, columns, packed);
+    }
   });
 }
 
 // y [rows, N] in f32 if `wide`, else in x's type.
 int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int rows,
                const void* packed, int out, int in, const void* bias, void* y) {
-  return with_type(dtype, [&](auto d) {
+  return with_types(dtype, [&](auto d, auto weight) {
     typedef decltype(d) D;
+    typedef decltype(weight) W;
     typedef typename D::T T;
+    typedef typename W::T X;
     Pool& p = *(Pool*)pool;
     std::lock_guard<std::mutex> lock(p.busy());
-    const Matrix w = matrix<D>(packed, out, in);
-    // Rows that end within a step, or that collide in the cache, are copied.
+    const Matrix w = matrix<W>(packed, out, in);
     static thread_local Buffer copies;
-    const T* a = (const T*)x;
-    if (in % D::kStep || (rows > 1 && stride * sizeof(T) % 1024 == 0)) {
+    const X* a = (const X*)x;
+    if constexpr (!std::is_same<D, W>::value) {
+      const long wider = padded<W>(in + 8);
+      X* copy = (X*)copies.reserve((size_t)rows * wider);
+      for (int r = 0; r < rows; ++r) {
+        quantize_row<D>((const T*)x + r * stride, copy + r * wider, in);
+      }
+      a = copy;
+      stride = wider;
+    } else if (in % D::kStep || (rows > 1 && stride * sizeof(T) % 1024 == 0)) {
+      // Rows that end within a step, or that collide in the cache, are copied.
       const long wider = padded<D>(in + 1);
       T* copy = (T*)copies.reserve((size_t)rows * wider * sizeof(T));
       for (int r = 0; r < rows; ++r) {
@@ -97,7 +133,7 @@ int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int 
       stride = wider;
     }
     p.run(1, 0, [&](Team& team) {
-      product<D>(team, a, stride, rows, w,
+      product<W>(team, a, stride, rows, w,
                  [&](int row, int n, int column, int columns, const float* sums, int width) {
                    const T* b = bias ? (const T*)bias + column : nullptr;
                    for (int r = 0; r < n; ++r) {
@@ -118,12 +154,18 @@ int oct_embed(void* pool, int dtype, const int* ids, int tokens, const void* pac
   for (int t = 0; t < tokens; ++t) {
     if (ids[t] < 0 || ids[t] >= rows) return -2;
   }
-  return with_type(dtype, [&](auto d) {
+  return with_types(dtype, [&](auto d, auto weight) {
     typedef decltype(d) D;
-    const Matrix w = matrix<D>(packed, rows, columns);
+    typedef decltype(weight) W;
+    const Matrix w = matrix<W>(packed, rows, columns);
     each_rows(*(Pool*)pool, tokens, 16, [&](int first, int last) {
       for (int t = first; t < last; ++t) {
-        unpack_row<D>(w, ids[t], (typename D::T*)y + (long)t * columns);
+        typename D::T* out = (typename D::T*)y + (long)t * columns;
+        if constexpr (std::is_same<D, W>::value) {
+          unpack_row<D>(w, ids[t], out);
+        } else {
+          unpack_row_int8<D>(w, ids[t], out);
+        }
       }
     });
   });
@@ -250,21 +292,25 @@ int oct_step_bytes() { return (int)sizeof(StepArrays); }
 
 void* oct_stack_new(int dtype, const StackShape* shape, const int64_t* layers) {
   void* stack = nullptr;
-  with_type(dtype, [&](auto d) { stack = new Stack<decltype(d)>(*shape, layers); });
+  with_types(dtype, [&](auto d, auto weight) {
+    stack = new Stack<decltype(d), decltype(weight)>(*shape, layers);
+  });
   return stack;
 }
 
 void oct_stack_free(int dtype, void* stack) {
-  with_type(dtype, [&](auto d) { delete (Stack<decltype(d)>*)stack; });
+  with_types(dtype, [&](auto d, auto weight) {
+    delete (Stack<decltype(d), decltype(weight)>*)stack;
+  });
 }
 
 // 0, or what is wrong: -2 ids, -3 positions, -4 slots, -5 rows or pages, -6 sampled rows.
 int oct_stack_run(void* pool, int dtype, void* stack, const StepArrays* step) {
   int wrong = 0;
-  const int none = with_type(dtype, [&](auto d) {
+  const int none = with_types(dtype, [&](auto d, auto weight) {
     Pool& p = *(Pool*)pool;
     std::lock_guard<std::mutex> lock(p.busy());
-    wrong = ((Stack<decltype(d)>*)stack)->run(p, *step);
+    wrong = ((Stack<decltype(d), decltype(weight)>*)stack)->run(p, *step);
   });
   return none ? none : wrong;
 }

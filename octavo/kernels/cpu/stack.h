@@ -42,9 +42,11 @@ static inline void store_token(const Heads& h, const typename D::T* key,
   store_value<D>(value, values + page, slot % h.page, h.size, h.page);
 }
 
-template <class D>
+// D is the type of activations, W that of weights: D, or INT8.
+template <class D, class W>
 class Stack {
   typedef typename D::T T;
+  typedef typename W::T X;  // what products take
   static constexpr int kOwnNorm = 16;  // most rows that each thread normalizes for itself
 
   struct Layer {
@@ -61,16 +63,16 @@ class Stack {
     for (int i = 0; i < s_.layers; ++i, fields += kLayerFields) {
       Layer l;
       l.norm = (const T*)fields[kNorm];
-      l.qkv = matrix<D>((const void*)fields[kQkv], q + 2 * kv, s_.hidden);
+      l.qkv = matrix<W>((const void*)fields[kQkv], q + 2 * kv, s_.hidden);
       l.qkv_bias = (const T*)fields[kQkvBias];
       l.query_norm = (const T*)fields[kQueryNorm];
       l.key_norm = (const T*)fields[kKeyNorm];
-      l.output = matrix<D>((const void*)fields[kOutput], s_.hidden, q);
+      l.output = matrix<W>((const void*)fields[kOutput], s_.hidden, q);
       l.output_bias = (const T*)fields[kOutputBias];
       l.mlp_norm = (const T*)fields[kMlpNorm];
-      l.gate_up = matrix<D>((const void*)fields[kGateUp], 2 * s_.intermediate, s_.hidden);
+      l.gate_up = matrix<W>((const void*)fields[kGateUp], 2 * s_.intermediate, s_.hidden);
       l.gate_up_bias = (const T*)fields[kGateUpBias];
-      l.down = matrix<D>((const void*)fields[kDown], s_.hidden, s_.intermediate);
+      l.down = matrix<W>((const void*)fields[kDown], s_.hidden, s_.intermediate);
       l.down_bias = (const T*)fields[kDownBias];
       l.window = (int)fields[kWindow];
       l.plan = 0;
@@ -79,13 +81,15 @@ class Stack {
       layers_.push_back(l);
     }
     plans_ = std::vector<AttentionPlan>(windows_.size());
-    embedding_ = matrix<D>((const void*)s_.embedding, s_.embedding_rows, s_.hidden);
-    head_ = matrix<D>((const void*)s_.head, s_.vocabulary, s_.hidden);
+    embedding_ = matrix<W>((const void*)s_.embedding, s_.embedding_rows, s_.hidden);
+    head_ = matrix<W>((const void*)s_.head, s_.vocabulary, s_.hidden);
     hidden_stride_ = padded<D>(s_.hidden + 1);
     query_stride_ = padded<D>(q + 1);
     middle_stride_ = padded<D>(s_.intermediate + 1);
     qkv_stride_ = padded<D>(q + 2 * kv);
     gate_up_stride_ = padded<D>(2 * s_.intermediate);
+    const int widest = std::max(std::max(s_.hidden, q), s_.intermediate);
+    input_stride_ = padded<W>(widest + 8);
   }
 
   int run(Pool& pool, const StepArrays& step) {
@@ -97,8 +101,8 @@ class Stack {
     for (size_t i = 0; i < windows_.size(); ++i) {
       plans_[i].make(heads(windows_[i]), rows, pool.size());
     }
-    const size_t own = (size_t)kOwnNorm * hidden_stride_ * sizeof(T) + 4096;
-    pool.run(9 * s_.layers + 8, own + Workspace<D>::bytes(heads(0)), [&](Team& team) {
+    const size_t own = (size_t)kOwnNorm * (hidden_stride_ * sizeof(T) + input_stride_) + 4096;
+    pool.run(11 * s_.layers + 8, own + Workspace<D>::bytes(heads(0)), [&](Team& team) {
       T* mine = (T*)pool.scratch(team.id);
       body(team, step, rows, mine, pool.scratch(team.id) + own / kLine * kLine);
     });
@@ -143,6 +147,9 @@ class Stack {
     query_ = (T*)memory_[2].reserve(tokens * query_stride_ * sizeof(T));
     mixed_ = (T*)memory_[3].reserve(tokens * query_stride_ * sizeof(T));
     middle_ = (T*)memory_[4].reserve(tokens * middle_stride_ * sizeof(T));
+    if (is_int8<W>()) {
+      input_ = (X*)memory_[7].reserve(std::max(tokens, samples) * input_stride_ * sizeof(X));
+    }
     if (!whole_heads()) qkv_ = (T*)memory_[5].reserve(tokens * qkv_stride_ * sizeof(T));
     if (!whole_middle())
       gate_up_ = (T*)memory_[6].reserve(tokens * gate_up_stride_ * sizeof(T));
@@ -156,22 +163,24 @@ class Stack {
   void body(Team& team, const StepArrays& step, const Rows& rows, T* mine, char* memory) {
     const int tokens = step.tokens;
     const int* ids = (const int*)step.ids;
-    each(team, tokens, [&](long t) { unpack_row<D>(embedding_, ids[t], hidden_ + t * hidden_stride_); });
+    each(team, tokens, [&](long t) { embed(ids[t], hidden_ + t * hidden_stride_); });
     for (int i = 0; i < s_.layers; ++i) {
       const Layer& l = layers_[i];
       T* keys = (T*)((const int64_t*)step.keys)[i];
       T* values = (T*)((const int64_t*)step.values)[i];
-      const T* x = normalize(team, l.norm, tokens, mine);
+      Input x = normalize(team, l.norm, tokens, mine);
       project(team, l, x, step, keys, values);
       Attention<D> attention{heads(l.window), rows, query_, query_stride_, mixed_, query_stride_,
                              keys, values};
       plans_[l.plan].template run<D>(team, attention, memory, share(team, l.output));
-      add(team, mixed_, query_stride_, tokens, l.output, l.output_bias);
+      x = prepare(team, mixed_, query_stride_, tokens, s_.queries * s_.head_size, mine);
+      add(team, x, tokens, l.output, l.output_bias);
       x = normalize(team, l.mlp_norm, tokens, mine);
       activate(team, l, x, tokens);
-      add(team, middle_, middle_stride_, tokens, l.down, l.down_bias);
+      x = prepare(team, middle_, middle_stride_, tokens, s_.intermediate, mine);
+      add(team, x, tokens, l.down, l.down_bias);
     }
-    finish(team, step);
+    finish(team, step, mine);
   }
 
   // Where this thread's share of a matrix begins.
@@ -187,13 +196,62 @@ class Stack {
     });
   }
 
-  const T* normalize(Team& team, const T* weight, int tokens, T* mine) {
+  // Rows as a product takes them.
+  struct Input {
+    const X* rows;
+    long stride;
+  };
+
+  void embed(int id, T* out) const {
+#ifdef __AVX512VNNI__
+    if constexpr (is_int8<W>()) return unpack_row_int8<D>(embedding_, id, out);
+#endif
+    if constexpr (!is_int8<W>()) unpack_row<D>(embedding_, id, out);
+  }
+
+  Input normalize(Team& team, const T* weight, int tokens, T* mine) {
     if (tokens <= kOwnNorm) {
       for (int t = 0; t < tokens; ++t) norm_row(t, weight, mine + t * hidden_stride_);
-      return mine;
+      return own_input(mine, hidden_stride_, tokens, s_.hidden, mine);
     }
-    each(team, tokens, [&](long t) { norm_row(t, weight, normed_ + t * hidden_stride_); });
-    return normed_;
+    each(team, tokens, [&](long t) {
+      norm_row(t, weight, normed_ + t * hidden_stride_);
+      quantize(normed_ + t * hidden_stride_, s_.hidden, t);
+    });
+    return shared_input(normed_, hidden_stride_);
+  }
+
+  // Rows of `size` values for a product: as they are, or in 8 bits, by each thread for itself
+  // while they are few.
+  Input prepare(Team& team, const T* x, long stride, int tokens, int size, T* mine) {
+    if (is_int8<W>() && tokens <= kOwnNorm) return own_input(x, stride, tokens, size, mine);
+    if (is_int8<W>()) each(team, tokens, [&](long t) { quantize(x + t * stride, size, t); });
+    return shared_input(x, stride);
+  }
+
+  Input own_input(const T* x, long stride, int tokens, int size, T* mine) const {
+#ifdef __AVX512VNNI__
+    if constexpr (is_int8<W>()) {
+      X* out = (X*)(mine + kOwnNorm * hidden_stride_);
+      for (int t = 0; t < tokens; ++t) quantize_row<D>(x + t * stride, out + t * input_stride_, size);
+      return Input{out, input_stride_};
+    }
+#endif
+    if constexpr (!is_int8<W>()) return Input{x, stride};
+  }
+
+  void quantize(const T* x, int size, long t) {
+#ifdef __AVX512VNNI__
+    if constexpr (is_int8<W>()) quantize_row<D>(x, input_ + t * input_stride_, size);
+#endif
+  }
+
+  Input shared_input(const T* x, long stride) const {
+    if constexpr (is_int8<W>()) {
+      return Input{input_, input_stride_};
+    } else {
+      return Input{x, stride};
+    }
   }
 
   void norm_row(long t, const T* weight, T* out) const {
@@ -222,10 +280,11 @@ class Stack {
     }
   }
 
-  void project(Team& team, const Layer& l, const T* x, const StepArrays& step, T* keys, T* values) {
+  void project(Team& team, const Layer& l, const Input& x, const StepArrays& step, T* keys,
+               T* values) {
     const int size = s_.head_size, count = s_.queries + 2 * s_.keys, tokens = step.tokens;
     if (!whole_heads()) {
-      product<D>(team, x, hidden_stride_, tokens, l.qkv,
+      product<W>(team, x.rows, x.stride, tokens, l.qkv,
                  [&](int row, int n, int column, int columns, const float* sums, int width) {
                    for (int r = 0; r < n; ++r) {
                      put_row<D, D>(sums + r * width, l.qkv_bias ? l.qkv_bias + column : nullptr,
@@ -245,7 +304,7 @@ class Stack {
       int panels[kMaxGroup];
       for (int p = 0; p < group; ++p) panels[p] = head * group + p;
       const T* bias = l.qkv_bias ? l.qkv_bias + (long)head * size : nullptr;
-      multiply<D>(x, hidden_stride_, block_start(tokens, blocks, block),
+      multiply<W>(x.rows, x.stride, block_start(tokens, blocks, block),
                   block_start(tokens, blocks, block + 1), l.qkv, panels, group,
                   block + 1 < blocks ? nullptr : l.qkv.panel((head + 1) * group),
                   [&](int row, int n, const float* sums, int width) {
@@ -259,8 +318,8 @@ class Stack {
   }
 
   // hidden += round(x w^T + bias)
-  void add(Team& team, const T* x, long stride, int tokens, const Matrix& w, const T* bias) {
-    product<D>(team, x, stride, tokens, w,
+  void add(Team& team, const Input& x, int tokens, const Matrix& w, const T* bias) {
+    product<W>(team, x.rows, x.stride, tokens, w,
                [&](int row, int n, int column, int columns, const float* sums, int width) {
                  for (int r = 0; r < n; ++r) {
                    add_sums<D>(sums + r * width, bias ? bias + column : nullptr,
@@ -270,10 +329,10 @@ class Stack {
   }
 
   // middle = silu(gate) * up
-  void activate(Team& team, const Layer& l, const T* x, int tokens) {
+  void activate(Team& team, const Layer& l, const Input& x, int tokens) {
     const int size = s_.intermediate;
     if (!whole_middle()) {
-      product<D>(team, x, hidden_stride_, tokens, l.gate_up,
+      product<W>(team, x.rows, x.stride, tokens, l.gate_up,
                  [&](int row, int n, int column, int columns, const float* sums, int width) {
                    const T* bias = l.gate_up_bias ? l.gate_up_bias + column : nullptr;
                    for (int r = 0; r < n; ++r) {
@@ -300,7 +359,7 @@ class Stack {
       }
       const T* bias = l.gate_up_bias;
       const int column = first * kPanel;
-      multiply<D>(x, hidden_stride_, block_start(tokens, blocks, block),
+      multiply<W>(x.rows, x.stride, block_start(tokens, blocks, block),
                   block_start(tokens, blocks, block + 1), l.gate_up, panels, 2 * count,
                   block + 1 < blocks ? nullptr : l.gate_up.panel(first + count),
                   [&](int row, int n, const float* sums, int stride) {
@@ -314,7 +373,7 @@ class Stack {
     });
   }
 
-  void finish(Team& team, const StepArrays& step) {
+  void finish(Team& team, const StepArrays& step, T* mine) {
     const T* weight = (const T*)s_.norm;
     if (step.hidden) {
       each(team, step.tokens, [&](long t) { norm_row(t, weight, (T*)step.hidden + t * s_.hidden); });
@@ -324,8 +383,9 @@ class Stack {
     each(team, step.samples, [&](long i) {
       norm_row(sampled[i], weight, normed_ + i * hidden_stride_);
     });
+    const Input x = prepare(team, normed_, hidden_stride_, step.samples, s_.hidden, mine);
     float* logits = (float*)step.logits;
-    product<D>(team, normed_, hidden_stride_, step.samples, head_,
+    product<W>(team, x.rows, x.stride, step.samples, head_,
                [&](int row, int n, int column, int columns, const float* sums, int width) {
                  for (int r = 0; r < n; ++r) {
                    put_row<D, F32>(sums + r * width, nullptr,
@@ -339,10 +399,12 @@ class Stack {
   std::vector<int> windows_;
   std::vector<AttentionPlan> plans_;
   Matrix embedding_, head_;
-  long hidden_stride_, query_stride_, middle_stride_, qkv_stride_, gate_up_stride_;
-  Buffer memory_[7];
+  long hidden_stride_, query_stride_, middle_stride_, qkv_stride_, gate_up_stride_,
+      input_stride_;
+  Buffer memory_[8];
   T *hidden_ = nullptr, *normed_ = nullptr, *query_ = nullptr, *mixed_ = nullptr,
     *middle_ = nullptr, *qkv_ = nullptr, *gate_up_ = nullptr;
+  X* input_ = nullptr;
 };
 
 }  // namespace oct

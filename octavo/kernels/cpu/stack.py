@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.forward import ForwardBatch, KVCache
-from octavo.kernels.cpu.binding import DTYPES, Library, StackShape, StepArrays
+from octavo.kernels.cpu.binding import Library, StackShape, StepArrays
 from octavo.kernels.ops import PackedWeight
 from octavo.kernels.stack import StackBlock, StackModel
 
@@ -31,10 +31,10 @@ class NativeStack:
 
     __slots__ = ("__weakref__", "_code", "_handle", "_kv", "_library", "_model", "_pointers")
 
-    def __init__(self, library: Library, model: StackModel, dtype: torch.dtype) -> None:
+    def __init__(self, library: Library, model: StackModel, code: int) -> None:
         self._library = library
         self._model = model  # keeps the weights alive
-        self._code = DTYPES[dtype]
+        self._code = code  # of the types of activations and weights
         self._kv: KVCache | None = None
         self._pointers: tuple[Tensor, Tensor] | None = None
         shape = _shape(model)
@@ -45,10 +45,12 @@ class NativeStack:
         weakref.finalize(self, library.call.oct_stack_free, self._code, self._handle)
 
     @staticmethod
-    def make(
-        library: Library, model: StackModel, dtype: torch.dtype, layout: str
-    ) -> NativeStack | str:
-        """The stack, or the reason why the kernels cannot run this model."""
+    def make(library: Library, model: StackModel, code: int, layout: str) -> NativeStack | str:
+        """The stack, or the reason why the kernels cannot run this model.
+
+        `code` and `layout` are those of the weights.
+        """
+        dtype = model.embedding.dtype
         weights = [model.embedding, model.head]
         vectors: list[Tensor | None] = [model.norm]
         for block in model.blocks:
@@ -70,7 +72,7 @@ class NativeStack:
             if vector is not None and (vector.dtype != dtype or not vector.is_contiguous()):
                 return f"a bias or norm is {vector.dtype}, not {dtype}"
         reason = _misfit(model)
-        return reason or NativeStack(library, model, dtype)
+        return reason or NativeStack(library, model, code)
 
     def logits(self, ids: Tensor, batch: ForwardBatch) -> Tensor:
         """Ids i32[T] -> f32[S, V] of the sampled rows; stores KV of all tokens."""

@@ -93,8 +93,9 @@ class SlotOps:
 
     # Writes new blocks and settings into the slots' columns.
     update: Callable[[StepTensors, SlotTensors, Layout], None]
-    # Fills the step's inputs for `size` rows, those after the layout's idle; zeroes the flags.
-    place: Callable[[StepTensors, SlotTensors, Layout, Paging, int], None]
+    # Fills the step's inputs for so many rows and tokens; zeroes the flags. Each idle row has one
+    # idle token while there are some; the last one has all the others.
+    place: Callable[[StepTensors, SlotTensors, Layout, Paging, tuple[int, int]], None]
     # Flags rows of f32[S, V] that hold a NaN or an infinity; the number says which run of flags.
     check: Callable[[Tensor, StepTensors], None]
     # Tokens i32[S] go to `out` and to their slots.
@@ -116,7 +117,9 @@ def update(step: StepTensors, slots: SlotTensors, layout: Layout) -> None:
         slots.last_token[slot] = 0
 
 
-def place(step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging, size: int) -> None:
+def place(
+    step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging, size: tuple[int, int]
+) -> None:
     """See SlotOps."""
     rows, tokens = layout.rows, layout.tokens
     packed = step.packed
@@ -147,19 +150,20 @@ def place(step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging,
     _place_idle(step, layout, paging, size)
 
 
-def _place_idle(step: StepTensors, layout: Layout, paging: Paging, size: int) -> None:
-    """Rows of one token at position 0 of the scratch block."""
+def _place_idle(step: StepTensors, layout: Layout, paging: Paging, size: tuple[int, int]) -> None:
+    """Tokens 0 at position 0 of the scratch block."""
     rows, tokens = layout.rows, layout.tokens
-    if size == rows:
+    step.ids[tokens : size[1]] = 0
+    step.positions[tokens : size[1]] = 0
+    step.slot_map[tokens : size[1]] = paging.scratch * paging.block_size
+    if size[0] == rows:
         return
-    idle = size - rows
-    step.ids[tokens : tokens + idle] = 0
-    step.positions[tokens : tokens + idle] = 0
-    step.slot_map[tokens : tokens + idle] = paging.scratch * paging.block_size
-    ends = torch.arange(1, idle + 1, dtype=torch.int32, device=step.packed.device)
-    step.q_indptr[rows + 1 : size + 1] = tokens + ends
-    step.kv_lens[rows:size] = 1
-    step.block_table[rows:size, : paging.width] = paging.scratch
+    ends = torch.arange(1, size[0] - rows + 1, dtype=torch.int32, device=step.packed.device)
+    ends = (tokens + ends).clamp(max=size[1])
+    ends[-1] = size[1]
+    step.q_indptr[rows + 1 : size[0] + 1] = ends
+    step.kv_lens[rows : size[0]] = step.q_indptr[rows : size[0] + 1].diff()
+    step.block_table[rows : size[0], : paging.width] = paging.scratch
 
 
 def check(logits: Tensor, step: StepTensors) -> None:

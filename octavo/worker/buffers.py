@@ -34,6 +34,14 @@ class StepRows:
     longest: int  # tokens of the longest row
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a batch holds: a plan's own rows and tokens, and idle ones after them."""
+
+    rows: int
+    tokens: int
+
+
 def read_rows(plan: StepPlan) -> StepRows:
     """Views of a plan's packed columns."""
     starts = np.frombuffer(plan.starts, np.int32)
@@ -64,8 +72,8 @@ class _Column:
 class Inputs(Protocol):
     """Where a step's inputs are made, and what must be noted of its plan for that."""
 
-    def fill(self, plan: StepPlan, rows: StepRows, size: int) -> tuple[Tensor, ForwardBatch]:
-        """Input ids i32[T] and the batch, of `size` rows of which those after the plan's are idle.
+    def fill(self, plan: StepPlan, rows: StepRows, size: StepSize) -> tuple[Tensor, ForwardBatch]:
+        """Input ids i32[T] and the batch, of `size`; all after the plan's own rows is idle.
 
         Takes note of the plan's admits and blocks. Both are valid until the next call.
         """
@@ -90,7 +98,7 @@ class HostInputs:
         self._sample_rows = _Column(max_rows)
         self._count = np.arange(max(max_tokens, max_rows), dtype=np.int32)
 
-    def fill(self, plan: StepPlan, rows: StepRows, size: int) -> tuple[Tensor, ForwardBatch]:
+    def fill(self, plan: StepPlan, rows: StepRows, size: StepSize) -> tuple[Tensor, ForwardBatch]:
         """See `Inputs`; there are no idle rows."""
         slots, kv = self._slots, self._kv
         if plan.block_ids:
@@ -100,7 +108,7 @@ class HostInputs:
                 np.frombuffer(plan.block_ids, np.int32),
             )
         num_rows = len(rows.slots)
-        assert size == num_rows, (size, num_rows)
+        assert size.rows == num_rows, (size, num_rows)
         num_tokens = rows.num_tokens
         assert 0 < num_rows <= self.max_rows, (num_rows, self.max_rows)
         assert num_tokens <= self.max_tokens, (num_tokens, self.max_tokens)

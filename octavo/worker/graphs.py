@@ -1,11 +1,11 @@
 """How a batch goes through the model: call by call, or replayed from a captured graph.
 
-Decode steps of few rows are many small kernels, which a host cannot launch as fast as a GPU runs
-them. A graph holds the launches of one batch size; a step of fewer rows is filled up with idle
-ones, which write to a block that nobody owns. Captured is all from ids to the last norm; the head
-follows outside, for the plan's own rows alone, so that no graph keeps logits. Steps with prompts
-go call by call. Not for: inputs (`staged.py`), whose addresses a graph keeps.
-Next file: `worker.py`.
+Steps of few tokens are many small kernels, which a host cannot launch as fast as a GPU runs them.
+A graph holds the launches of one size; a smaller step is filled up with idle rows and tokens,
+which write to a block that nobody owns. Captured is all from ids to the last norm; the head
+follows outside, for the plan's own rows alone, so that no graph keeps logits. Steps of many prompt
+tokens keep the GPU busy and go call by call. Not for: inputs (`staged.py`), whose addresses a
+graph keeps. Next file: `worker.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.device.base import Device
 from octavo.forward import ForwardBatch
 from octavo.types import PROMPT_LOGPROBS
-from octavo.worker.buffers import StepRows
+from octavo.worker.buffers import StepRows, StepSize
 from octavo.worker.runner import Model
 from octavo.worker.staged import StagedInputs
 
@@ -36,9 +36,9 @@ class Eager:
         self._model = model
         self._attention = attention
 
-    def size(self, rows: StepRows) -> int:
-        """The plan's own rows."""
-        return len(rows.slots)
+    def size(self, rows: StepRows) -> StepSize:
+        """The plan's own."""
+        return StepSize(len(rows.slots), rows.num_tokens)
 
     def logits(self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows) -> Tensor | None:
         """See `Forward`."""
@@ -69,11 +69,13 @@ class CapturableAttention(Protocol):
         """As AttentionBackend's, in a given form; reads lengths on the device alone."""
 
 
-Replay = Callable[[], None]
+Captured = tuple[Callable[[], None], Tensor]  # replay, and what then holds the hidden states
+MIXED_ROWS = 64  # of a captured step with prompts; one at least is idle
+LONG_CONTEXT = 2048  # of a decode row, from which it should be split
 
 
-class DecodeGraphs:
-    """Replays decode steps, and hands all others to `Eager`; see `Forward`."""
+class Graphs:
+    """Replays decode steps and small steps with prompts, hands others to `Eager`; see `Forward`."""
 
     def __init__(
         self,
@@ -88,56 +90,82 @@ class DecodeGraphs:
         self._eager = eager
         self._inputs = inputs
         self._device = device
-        self._sizes: list[int] = []
-        self._graphs: dict[tuple[int, str], tuple[Replay, Tensor]] = {}
+        self._rows: list[int] = []  # of decode steps
+        self._tokens: list[int] = []  # of steps with prompts
+        self._decode: dict[tuple[int, str], Captured] = {}
+        self._mixed: dict[int, Captured] = {}
+        self._mixed_rows = 0
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int]) -> int:
-        """Captures a graph for each size and form, the largest first; how many there are.
+    def capture(self, rows: list[int], tokens: list[int]) -> int:
+        """Captures decode steps of so many rows in each form, and others of so many tokens.
 
-        Smaller ones then fit into the memory that the largest took.
+        The largest first: smaller ones then fit into the memory that it took. Returns the number
+        of graphs.
         """
-        self._attention.reserve(max(sizes))
-        for size in sorted(sizes, reverse=True):
-            ids, batch = self._inputs.idle(size)
+        self._attention.reserve(max(rows))
+        self._mixed_rows = min(max(rows), MIXED_ROWS)
+        for count in sorted(tokens, reverse=True):
+            idle = self._inputs.idle(StepSize(self._mixed_rows, count), decode=False)
+            self._mixed[count] = self._capture(*idle, None)
+        for count in sorted(rows, reverse=True):
+            idle = self._inputs.idle(StepSize(count, count), decode=True)
             for form in self._attention.forms:
-                self._graphs[size, form] = self._capture(ids, batch, form)
-        self._sizes = sorted(sizes)
-        return len(self._graphs)
+                self._decode[count, form] = self._capture(*idle, form)
+        self._rows, self._tokens = sorted(rows), sorted(tokens)
+        return len(self._decode) + len(self._mixed)
 
-    def size(self, rows: StepRows) -> int:
-        """The next size that is captured, or the plan's own rows if the step is not replayed."""
+    def size(self, rows: StepRows) -> StepSize:
+        """The next size that is captured, or the plan's own if the step is not replayed."""
         number = len(rows.slots)
-        return self._sizes[bisect_left(self._sizes, number)] if self._replayed(rows) else number
+        match self._kind(rows):
+            case "decode":
+                number = self._rows[bisect_left(self._rows, number)]
+                return StepSize(number, number)
+            case "mixed":
+                tokens = self._tokens[bisect_left(self._tokens, rows.num_tokens)]
+                return StepSize(self._mixed_rows, tokens)
+            case _:
+                return StepSize(number, rows.num_tokens)
 
     def logits(self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows) -> Tensor | None:
         """See `Forward`."""
-        if not self._replayed(rows):
-            return self._eager.logits(input_ids, batch, rows)
         number = len(rows.slots)
-        lens = batch.kv_lens_host
-        assert lens is not None
-        replay, hidden = self._graphs[batch.num_rows, self._attention.choose(lens[:number])]
+        match self._kind(rows):
+            case "decode":
+                lens = batch.kv_lens_host
+                assert lens is not None
+                form = self._attention.choose(lens[:number])
+                replay, hidden = self._decode[batch.num_rows, form]
+            case "mixed":
+                replay, hidden = self._mixed[batch.num_tokens]
+            case _:
+                return self._eager.logits(input_ids, batch, rows)
         replay()
         if len(rows.sampled) == 0:
             return None
-        if len(rows.sampled) == number:
-            return self._model.logits(hidden[:number])
+        if len(rows.sampled) == rows.num_tokens:
+            return self._model.logits(hidden[: rows.num_tokens])
         return self._model.logits(hidden.index_select(0, batch.sample_rows))
 
     def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """See `Forward`."""
         return self._eager.hidden(input_ids, batch)
 
-    def _replayed(self, rows: StepRows) -> bool:
-        return (
-            rows.longest == 1
-            and len(self._sizes) > 0
-            and len(rows.slots) <= self._sizes[-1]
-            and not (rows.flags & PROMPT_LOGPROBS).any()
-        )
+    def _kind(self, rows: StepRows) -> str:
+        """Which graphs serve a plan, if any."""
+        number = len(rows.slots)
+        if not self._rows or (rows.flags & PROMPT_LOGPROBS).any():
+            return "eager"
+        if rows.longest == 1:
+            return "decode" if number <= self._rows[-1] else "eager"
+        if not self._tokens or rows.num_tokens > self._tokens[-1] or number >= self._mixed_rows:
+            return "eager"
+        # In these graphs decode rows are served as prompts of one token are: not split.
+        long = rows.ends[rows.lengths == 1]
+        return "eager" if len(long) and int(long.max()) > LONG_CONTEXT else "mixed"
 
-    def _capture(self, ids: Tensor, batch: ForwardBatch, form: str) -> tuple[Replay, Tensor]:
+    def _capture(self, ids: Tensor, batch: ForwardBatch, form: str | None) -> Captured:
         def work() -> Tensor:
             return self._model.hidden(ids, replace(batch, attn=self._attention.plan(batch, form)))
 
@@ -151,3 +179,8 @@ def ladder(largest: int) -> list[int]:
     for low, high, step in ((8, 64, 8), (64, 256, 16), (256, 512, 32), (512, largest, 64)):
         sizes.update(range(low, high + 1, step))
     return sorted(size for size in sizes if size <= largest)
+
+
+def token_ladder(largest: int) -> list[int]:
+    """Tokens of steps with prompts to capture, within `largest` and what graphs are worth."""
+    return [size for size in (64, 128, 192, 256, 384, 512, 768, 1024) if size <= largest]

@@ -15,7 +15,7 @@ from octavo.worker.assemble import Choices
 from octavo.worker.buffers import HostInputs
 from octavo.worker.cache import allocate_cache
 from octavo.worker.choose import HostChooser
-from octavo.worker.graphs import CapturableAttention, DecodeGraphs, Eager, ladder
+from octavo.worker.graphs import CapturableAttention, Eager, Graphs, ladder, token_ladder
 from octavo.worker.runner import Model, Runner
 from octavo.worker.slots import HostSlots, SlotTable
 from octavo.worker.staged import Limits, StagedInputs
@@ -27,16 +27,21 @@ class Parts:
     """A runner, and graphs that are still to be captured."""
 
     runner: Runner
-    graphs: DecodeGraphs | None
+    limits: Limits
+    graphs: Graphs | None
     note: str  # why there are no graphs, or how many can be
 
-    def capture(self, largest: int) -> str:
-        """Captures graphs for up to `largest` rows; a line that says so."""
+    def capture(self) -> str:
+        """Captures graphs of steps within the limits; a line that says so."""
+        limits = self.limits
         if self.graphs is None:
             return self.note
-        sizes = ladder(largest)
-        count = self.graphs.capture(sizes)
-        return f"graphs: {count} of decode steps of up to {sizes[-1]} rows"
+        rows = ladder(limits.max_rows)
+        # An idle row of a whole step's tokens must have a place in the block table.
+        tokens = token_ladder(min(limits.max_tokens, limits.max_length))
+        count = self.graphs.capture(rows, tokens)
+        more = f", and with prompts of up to {tokens[-1]} tokens" if tokens else ""
+        return f"graphs: {count}, of decode steps of up to {rows[-1]} rows{more}"
 
 
 def make_parts(
@@ -54,6 +59,7 @@ def make_parts(
         max_tokens=config.max_num_batched_tokens,
         max_rows=config.max_num_seqs,
         max_blocks=-(-max_model_len // choices.need.block_size),
+        max_length=max_model_len,
         num_slots=config.max_num_seqs,
     )
     return make(model, choices, config, device, num_blocks, limits)
@@ -92,7 +98,7 @@ def _on_host(
         ),
         chooser=HostChooser(choices.ops.sample, slots),
     )
-    return Parts(runner, None, "")
+    return Parts(runner, limits, None, "")
 
 
 def _staged(
@@ -113,12 +119,12 @@ def _staged(
     inputs = StagedInputs(device, ops, kv, limits)
     slots = SlotTable(num_slots=limits.num_slots, vocab_size=choices.spec.vocab_size)
     eager = Eager(model, choices.attention)
-    graphs: DecodeGraphs | None = None
+    graphs: Graphs | None = None
     note = "graphs: none, as asked"
     if isinstance(choices.attention, CapturableAttention):
         choices.attention.reserve(limits.max_rows)
         if not config.enforce_eager:
-            graphs = DecodeGraphs(model, choices.attention, eager, inputs, device)
+            graphs = Graphs(model, choices.attention, eager, inputs, device)
     elif not config.enforce_eager:
         note = f"graphs: none, {choices.attention.name} attention cannot be captured"
     runner = Runner(
@@ -130,4 +136,4 @@ def _staged(
             choices.ops.sample, device=device, ops=ops, inputs=inputs, slots=slots
         ),
     )
-    return Parts(runner, graphs, note)
+    return Parts(runner, limits, graphs, note)

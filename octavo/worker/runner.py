@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.forward import ForwardBatch
 from octavo.sampling.logprobs import token_logprobs
 from octavo.types import PROMPT_LOGPROBS, StepPlan, StepResult, TokenLogprobs
-from octavo.worker.buffers import Inputs, StepRows, read_rows
+from octavo.worker.buffers import Inputs, StepRows, StepSize, read_rows
 from octavo.worker.choose import Choice, Chooser, not_finite
 from octavo.worker.slots import SlotTable
 
@@ -44,8 +44,8 @@ class Model(Protocol):
 class Forward(Protocol):
     """How a batch goes through the model: call by call, or replayed from a graph."""
 
-    def size(self, rows: StepRows) -> int:
-        """Rows that the batch must have; those after the plan's own are idle."""
+    def size(self, rows: StepRows) -> StepSize:
+        """What the batch must hold; what is not of the plan is idle."""
 
     def logits(self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows) -> Tensor | None:
         """f32[S, V] of the sampled rows, None if there are none; the caller may change them."""

@@ -11,7 +11,7 @@ Not for: the CPU, whose model reads what the host writes (`buffers.py`). Next fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from octavo.kernels.slots import (
     StepTensors,
 )
 from octavo.types import FROM_DEVICE, Admit, StepPlan, TokenParams
-from octavo.worker.buffers import StepRows
+from octavo.worker.buffers import StepRows, StepSize
 from octavo.worker.slots import Ints
 
 TURNS = 2
@@ -44,6 +44,7 @@ class Limits:
     max_tokens: int
     max_rows: int
     max_blocks: int  # of a row
+    max_length: int  # of a row, in tokens
     num_slots: int
 
 
@@ -106,7 +107,7 @@ class StagedInputs:
         )
         self._templates: dict[tuple[int, int, int], ForwardBatch] = {}
 
-    def fill(self, plan: StepPlan, rows: StepRows, size: int) -> tuple[Tensor, ForwardBatch]:
+    def fill(self, plan: StepPlan, rows: StepRows, size: StepSize) -> tuple[Tensor, ForwardBatch]:
         """See `Inputs`. Gives the device a copy and one or two kernels to do."""
         layout = Layout(
             rows=len(rows.slots),
@@ -115,7 +116,7 @@ class StagedInputs:
             changes=len(plan.block_ids) // 4,
             admits=len(plan.admits),
         )
-        assert 0 < layout.rows <= size <= self._limits.max_rows, (layout, size)
+        assert 0 < layout.rows <= size.rows <= self._limits.max_rows, (layout, size)
         assert layout.tokens <= self._limits.max_tokens, (layout, self._limits)
         staging = self._next_staging()
         self._pack(staging.array, plan, rows, layout)
@@ -125,10 +126,12 @@ class StagedInputs:
         if layout.changes or layout.admits:
             self._ops.update(step, self.slots, layout)
         max_kv = int(rows.ends.max())
-        width = -(-max_kv // self._kv.block_size)
+        longest = max(max_kv, size.tokens - layout.tokens)  # an idle row may be longer
+        width = -(-longest // self._kv.block_size)
+        assert width <= self._limits.max_blocks, (size, layout)
         paging = Paging(self._kv.block_size, self._scratch, width)
-        self._ops.place(step, self.slots, layout, paging, size)
-        lens = self._lens[:size]
+        self._ops.place(step, self.slots, layout, paging, (size.rows, size.tokens))
+        lens = self._lens[: size.rows]
         lens[: layout.rows] = rows.ends
         lens[layout.rows :] = 1
         return self._batch(rows, layout, size, max_kv=max_kv, lens=lens.copy())
@@ -147,17 +150,24 @@ class StagedInputs:
             filtered=bool(self._filtered[rows.slots[rows.sampled]].any()),
         )
 
-    def idle(self, size: int) -> tuple[Tensor, ForwardBatch]:
-        """Ids and batch of `size` decode rows at the addresses of every such step; all are idle."""
+    def idle(self, size: StepSize, *, decode: bool) -> tuple[Tensor, ForwardBatch]:
+        """Ids and batch of idle rows at the addresses of every step of `size`.
+
+        Rows are all decode rows, of one token, or all are not.
+        """
         step = self.tensors
-        step.ids[:size] = 0
-        step.positions[:size] = 0
-        step.slot_map[:size] = self._scratch * self._kv.block_size
-        step.q_indptr[: size + 1] = torch.arange(size + 1, dtype=torch.int32)
-        step.kv_lens[:size] = 1
-        step.block_table[:size] = self._scratch
-        batch = self._view(size, size, 0)
-        return step.ids[:size], batch
+        ends = torch.arange(size.rows + 1, dtype=torch.int32).clamp(max=size.tokens)
+        ends[-1] = size.tokens
+        step.ids[: size.tokens] = 0
+        step.positions[: size.tokens] = 0
+        step.slot_map[: size.tokens] = self._scratch * self._kv.block_size
+        step.q_indptr[: size.rows + 1] = ends
+        step.kv_lens[: size.rows] = ends.diff()
+        step.block_table[: size.rows] = self._scratch
+        batch = self._view(size, 0)
+        if not decode:
+            batch = replace(batch, num_decodes=0, max_q=size.tokens)
+        return step.ids[: size.tokens], batch
 
     def _next_staging(self) -> Staging:
         staging = self._staging[self._turn]
@@ -199,15 +209,13 @@ class StagedInputs:
             out[known] = given
 
     def _batch(
-        self, rows: StepRows, layout: Layout, size: int, *, max_kv: int, lens: Ints
+        self, rows: StepRows, layout: Layout, size: StepSize, *, max_kv: int, lens: Ints
     ) -> tuple[Tensor, ForwardBatch]:
-        idle = size - layout.rows
-        tokens = layout.tokens + idle
-        view = self._view(size, tokens, layout.sampled)
-        decodes = size if rows.longest == 1 else int(np.argmax(rows.lengths != 1))
+        view = self._view(size, layout.sampled)
+        decodes = size.rows if rows.longest == 1 else int(np.argmax(rows.lengths != 1))
         batch = ForwardBatch(
-            num_rows=size,
-            num_tokens=tokens,
+            num_rows=size.rows,
+            num_tokens=size.tokens,
             num_decodes=decodes,
             positions=view.positions,
             slot_map=view.slot_map,
@@ -220,30 +228,31 @@ class StagedInputs:
             kv=self._kv,
             kv_lens_host=lens,
         )
-        return self.tensors.ids[:tokens], batch
+        return self.tensors.ids[: size.tokens], batch
 
-    def _view(self, size: int, tokens: int, sampled: int) -> ForwardBatch:
+    def _view(self, size: StepSize, sampled: int) -> ForwardBatch:
         """Views of the tensors; those of decode steps are kept, as making them takes a while."""
-        known = self._templates.get((size, tokens, sampled))
+        tokens = size.tokens
+        known = self._templates.get((size.rows, tokens, sampled))
         if known is not None:
             return known
         step = self.tensors
         view = ForwardBatch(
-            num_rows=size,
+            num_rows=size.rows,
             num_tokens=tokens,
-            num_decodes=size,
+            num_decodes=size.rows,
             positions=step.positions[:tokens],
             slot_map=step.slot_map[:tokens],
-            q_indptr=step.q_indptr[: size + 1],
-            kv_lens=step.kv_lens[:size],
-            block_table=step.block_table[:size],
+            q_indptr=step.q_indptr[: size.rows + 1],
+            kv_lens=step.kv_lens[: size.rows],
+            block_table=step.block_table[: size.rows],
             sample_rows=step.sample_rows[:sampled],
             max_q=1,
             max_kv=self._limits.max_blocks * self._kv.block_size,
             kv=self._kv,
         )
-        if size == tokens:
-            self._templates[size, tokens, sampled] = view
+        if size.rows == tokens:
+            self._templates[tokens, tokens, sampled] = view
         return view
 
 

@@ -82,7 +82,7 @@ class Worker:
         notes = [*device.notes, *choices.notes, fuse_note, *cache.notes, *warm_up_notes]
         if device.asynchronous:
             with self._phase("graphs"):
-                notes.append(parts.capture(config.max_num_seqs))
+                notes.append(parts.capture())
         return self._info(choices, loaded, cache, tuple(notes))
 
     def submit(self, plan: StepPlan) -> StepHandle:

@@ -109,7 +109,24 @@ def test_rules_logprobs_and_draws_are_those_of_the_cpu(
     assert preemptions > 0
     expected, _ = serve(*start(folder, "cpu"), requests, depth=1)
     for request in requests:
-        agree(got[request.id], expected[request.id])
+        nearly(got[request.id], expected[request.id])
+
+
+def nearly(one: Got, two: Got) -> None:
+    """As `agree`, but alternatives that are as good as equal may have changed places."""
+    assert (one.ids, one.reason, one.error) == (two.ids, two.reason, two.error)
+    pairs = [
+        *zip(one.logprobs, two.logprobs, strict=True),
+        *zip(one.prompt_logprobs, two.prompt_logprobs, strict=True),
+    ]
+    for a, b in pairs:
+        if a is None or b is None:
+            assert a is b
+            continue
+        assert a.values == pytest.approx(b.values, abs=1e-4)
+        known = dict(zip(b.ids, b.values, strict=True))
+        for token, value in zip(a.ids, a.values, strict=True):
+            assert value == pytest.approx(known.get(token, min(b.values)), abs=1e-4)
 
 
 def test_tokens_are_those_of_transformers(folder: Path, seed: int) -> None:

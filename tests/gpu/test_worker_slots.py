@@ -35,7 +35,7 @@ def make(device: torch.device) -> tuple[StepTensors, SlotTensors]:
         torch.randint(-(2**31), 2**31 - 1, (SETTINGS, SLOTS), dtype=torch.int32, device=device),
         torch.randint(-(2**62), 2**62, (SLOTS,), device=device),
     )
-    size = TOKENS + ROWS
+    size = TOKENS + 100
     step = StepTensors(
         ints(20000), ints(size), ints(size), ints(size), ints(ROWS + 1), ints(ROWS),
         ints(ROWS, BLOCKS), ints(ROWS), ints(ROWS), ints(SETTINGS, ROWS), longs(ROWS),
@@ -52,7 +52,7 @@ def clone(pair: tuple[StepTensors, SlotTensors]) -> tuple[StepTensors, SlotTenso
     )
 
 
-def random_step(rng: random.Random, page: int) -> tuple[list[int], Layout, Paging, int]:
+def random_step(rng: random.Random, page: int) -> tuple[list[int], Layout, Paging, tuple[int, int]]:
     decodes = rng.random() < 0.4
     rows = rng.randint(1, ROWS)
     lengths = [1 if decodes else rng.choice([1, 1, 7, 300, 700]) for _ in range(rows)]
@@ -74,7 +74,12 @@ def random_step(rng: random.Random, page: int) -> tuple[list[int], Layout, Pagin
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     layout = Layout(rows, sum(lengths), len(sampled), changes, admits)
     assert layout.words == len(words)
-    size = rng.randint(rows, ROWS) if decodes else rows
+    size = (rows, sum(lengths))
+    if decodes:
+        more = rng.randint(0, ROWS - rows)
+        size = (rows + more, sum(lengths) + more)
+    elif rows < ROWS and rng.random() < 0.5:
+        size = (rng.randint(rows + 1, ROWS), sum(lengths) + rng.choice([0, 1, 5, 90]))
     return words, layout, Paging(page, 10**6, -(-max(ends) // page)), size
 
 

@@ -20,7 +20,7 @@ from octavo.forward import ForwardBatch
 from octavo.kernels.slots import REFERENCE
 from octavo.types import AddRequest, TokenParams, WorkerInfo
 from octavo.worker import worker as worker_module
-from octavo.worker.graphs import DecodeGraphs, Eager, ladder
+from octavo.worker.graphs import Eager, Graphs, ladder
 from octavo.worker.runner import Runner
 from octavo.worker.slots import SlotTable
 from octavo.worker.staged import Limits, StagedInputs
@@ -70,16 +70,17 @@ class FormedSdpa(SdpaAttention):
 
 def staged_runner(model: FakeModel, device: LaterDevice, *, graphs: bool) -> Runner:
     kv = make_cache(BLOCKS + 1, BLOCK_SIZE)
-    limits = Limits(max_tokens=256, max_rows=SLOTS, max_blocks=32, num_slots=SLOTS)
+    model.scratch = BLOCKS
+    limits = Limits(max_tokens=256, max_rows=SLOTS, max_blocks=32, max_length=128, num_slots=SLOTS)
     inputs = StagedInputs(device, REFERENCE, kv, limits)
     slots = SlotTable(num_slots=SLOTS, vocab_size=VOCAB)
     # The driver looks here for what a slot's last token is.
     slots.last_token = inputs.slots.last_token.numpy()  # type: ignore[attr-defined]
     attention = FormedAttention()
-    forward: Eager | DecodeGraphs = Eager(model, attention)  # type: ignore[arg-type]
+    forward: Eager | Graphs = Eager(model, attention)  # type: ignore[arg-type]
     if graphs:
-        forward = DecodeGraphs(model, attention, forward, inputs, device)  # type: ignore[arg-type]
-        forward.capture([1, 2, 5, SLOTS])
+        forward = Graphs(model, attention, forward, inputs, device)  # type: ignore[arg-type]
+        forward.capture([1, 2, 5, SLOTS], [8, 30])
     return Runner(
         model=model,
         forward=forward,

@@ -54,7 +54,9 @@ def update_kernel(
     tl.store(last_token_ptr + slot, tl.zeros_like(slot), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "sampled", "tokens", "scratch", "width"])
+@triton.jit(
+    do_not_specialize=["rows", "sampled", "tokens", "all_rows", "all_tokens", "scratch", "width"]
+)
 def place_kernel(
     packed_ptr,
     blocks_ptr,  # [slots, B]
@@ -76,6 +78,8 @@ def place_kernel(
     rows,
     sampled,
     tokens,
+    all_rows,
+    all_tokens,
     scratch,
     width,
     num_slots,
@@ -92,8 +96,10 @@ def place_kernel(
     start = tl.load(packed_ptr + rows + r, mask=real, other=0)
     first = tl.load(packed_ptr + 2 * rows + r, mask=real, other=0)
     last = tl.load(packed_ptr + 2 * rows + r + 1, mask=real, other=0)
-    first = tl.where(real, first, tokens + r - rows)
-    last = tl.where(real, last, first + 1)
+    idle = tl.minimum(tokens + r - rows, all_tokens)
+    first = tl.where(real, first, idle)
+    last = tl.where(real, last, tl.minimum(idle + 1, all_tokens))
+    last = tl.where((r >= rows) & (r == all_rows - 1), all_tokens, last)
     if r == 0:
         tl.store(indptr_ptr, 0)
     tl.store(indptr_ptr + r + 1, last)
@@ -108,7 +114,7 @@ def place_kernel(
     for low in range(first, last, TURN):
         token = low + lane
         inside = token < last
-        position = start + token - first
+        position = tl.where(real, start + token - first, 0)
         given = tl.load(given_ptr + token, mask=inside & real, other=-1)
         given = tl.where(given >= 0, given, newest)
         given = tl.where(real, given, 0)
@@ -178,9 +184,11 @@ def update(step: StepTensors, slots: SlotTensors, layout: Layout) -> None:
     )
 
 
-def place(step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging, size: int) -> None:
+def place(
+    step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging, size: tuple[int, int]
+) -> None:
     """See SlotOps."""
-    place_kernel[(size,)](
+    place_kernel[(size[0],)](
         step.packed,
         slots.blocks,
         slots.last_token,
@@ -201,6 +209,7 @@ def place(step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging,
         layout.rows,
         layout.sampled,
         layout.tokens,
+        *size,
         paging.scratch,
         paging.width,
         slots.last_token.shape[0],

@@ -22,7 +22,7 @@ from octavo.attention.base import AttentionNeed, HeadRules
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import attention_tiles as tiles
-from octavo.kernels.triton.attention_decode import Heads, Pieces, decode, list_pieces
+from octavo.kernels.triton.attention_decode import Heads, Pieces, Tile, decode, list_pieces
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count, varlen
 from octavo.kernels.triton.launch import gpu_of
 from octavo.kernels.triton.rotary import rope_store, store
@@ -42,6 +42,7 @@ class TritonPlan:
     even: Pieces | None  # for layers with a window, which have no list form
     queries: Queries | None
     tile_rows: int  # product rows of a tile
+    tile: Tile  # of the rows after the decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class TritonAttention:
 
     def choose(self, lens: NDArray[np.int32]) -> str:
         """The form for decode rows that attend to `lens` i32[R] keys: EVEN or UNEVEN."""
-        return UNEVEN if tiles.is_uneven(lens) else EVEN
+        return UNEVEN if tiles.is_uneven(lens, self._sizes()[1]) else EVEN
 
     def plan(self, batch: ForwardBatch, form: str | None = None) -> TritonPlan:
         """Launches what all layers share. `form` None: chosen by the host's copy of lengths.
@@ -125,7 +126,9 @@ class TritonAttention:
         decodes = batch.num_decodes
         pieces = even = queries = None
         group = need.num_heads // need.num_kv_heads
-        tile_rows, _ = tiles.varlen_tile(need.head_dim, need.cache_dtype.itemsize, group)
+        tile_rows, tile = tiles.varlen_tile(
+            need.head_dim, need.cache_dtype.itemsize, group, batch.max_q
+        )
         if decodes:
             pieces, even = self._pieces(batch, form)
         if decodes < batch.num_rows:
@@ -138,7 +141,7 @@ class TritonAttention:
             queries = Queries(
                 indptr, batch.kv_lens[decodes:], batch.block_table[decodes:], tile_list
             )
-        return TritonPlan(decodes, pieces, even, queries, tile_rows)
+        return TritonPlan(decodes, pieces, even, queries, tile_rows, tile)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch
@@ -182,14 +185,11 @@ class TritonAttention:
                 batch.kv_lens[:rows],
                 heads,
                 pieces,
-                tiles.decode_tile(self._sizes()[1]),
+                tiles.decode_tile(self._sizes()[1], even=pieces.splits > 0),
                 out[:rows],
             )
         if plan.queries is not None:
-            _, tile = tiles.varlen_tile(
-                need.head_dim, need.cache_dtype.itemsize, need.num_heads // need.num_kv_heads
-            )
-            varlen(q, keys, values, plan.queries, heads, plan.tile_rows, tile, out)
+            varlen(q, keys, values, plan.queries, heads, plan.tile_rows, plan.tile, out)
         return out.view(q.shape[0], -1)
 
     def _pieces(self, batch: ForwardBatch, form: str | None) -> tuple[Pieces, Pieces]:
@@ -223,7 +223,7 @@ class TritonAttention:
             room.partial,
             room.lse,
         )
-        block = tiles.decode_tile(shape).keys
+        block = tiles.decode_tile(shape, even=False).keys
         list_pieces(batch.kv_lens[:rows], pieces, aim=aim, block=block)
         return pieces, even
 

@@ -47,6 +47,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
         rope=rope,
         silu_mul=silu_mul,
         sample=sample,
+        linear_silu=linear_silu,
     )
 
 
@@ -66,6 +67,15 @@ def linear(
     out = torch.mm(x, data.t(), out_dtype=torch.float32)
     out = out if bias is None else out + bias
     return out if out_dtype == torch.float32 else out.to(out_dtype)
+
+
+def linear_silu(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [T, K], weight plain [2 * I, K] (gate rows, then up rows) -> silu(gate x) * up x [T, I]."""
+    if x.shape[0] == 1 and x.dtype.itemsize == 2:
+        row: Tensor = gemv(x, weight.data, bias, silu=True)
+        return row
+    wide: Tensor = silu_mul(functional.linear(x, weight.data, bias))
+    return wide
 
 
 def embed(ids: Tensor, weight: PackedWeight) -> Tensor:

@@ -63,5 +63,7 @@ class Ops:
     # logits f32[S, V], settings -> i32[S]; rows with temperature 0 are greedy.
     # The draw is a function of (logits, settings, seed, position) alone.
     sample: Callable[[Tensor, SampleRows], Tensor]
+    # linear and silu_mul in one: x [T, K], weight [2 * I, K], bias -> [T, I]; None: use the two.
+    linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.
     stack: Callable[..., Any] | None = None

@@ -160,13 +160,22 @@ class QKV(Linear):
 class GateUp(Linear):
     """The two input projections of a gated MLP in one matrix: gate rows, then up rows."""
 
-    __slots__ = ()
+    __slots__ = ("_fused", "_silu_mul")
 
     def __init__(self, build: Build, hidden_size: int, intermediate_size: int, *, bias: bool):
         axis = build.mesh.tp
         gate = even_part("gate", intermediate_size, axis)
         up = even_part("up", intermediate_size, axis)
         super().__init__(build, (gate, up), hidden_size, bias=bias)
+        self._silu_mul = build.ops.silu_mul
+        # Kernels read plain weights; other formats are the quant method's own to multiply.
+        self._fused = build.ops.linear_silu if build.quant.name == "none" else None
+
+    def gated(self, x: Tensor) -> Tensor:
+        """x [T, in] -> silu(gate x) * up x [T, I], this rank's share."""
+        if self._fused is not None:
+            return self._fused(x, self.packed, self.bias)
+        return self._silu_mul(self(x))
 
 
 def even_part(name: str, full: int, axis: Axis) -> Part:

@@ -14,15 +14,14 @@ from octavo.layers.linear import GateUp, Row
 class MLP:
     """Two linear layers around a gated activation."""
 
-    __slots__ = ("_ops", "down", "gate_up")
+    __slots__ = ("down", "gate_up")
 
     def __init__(
         self, build: Build, hidden_size: int, intermediate_size: int, *, bias: bool
     ) -> None:
-        self._ops = build.ops
         self.gate_up = GateUp(build, hidden_size, intermediate_size, bias=bias)
         self.down = Row(build, intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return self.down(self._ops.silu_mul(self.gate_up(x)))
+        return self.down(self.gate_up.gated(x))

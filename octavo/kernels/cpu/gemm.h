@@ -2,7 +2,8 @@
 //
 // A panel is [steps][32][kStep] values, 128 bytes a step: with bf16 a step is a pair of neighbours
 // along K, with f32 one value, with 8 bits four. N and K are padded with zeros. Panels of 8 bits
-// are followed by a scale for each column, f32, and 128 times the column's sum, i32. Each output is one chain of sums
+// are followed by a scale for each column, f32, and for each panel and 128 values of K by -128 times
+// the column's sum over them, i32 [groups][32]. Each output is one chain of sums
 // over K in rising order, whatever the number of rows: results do not depend on the batch.
 // Next file: rows.h.
 #pragma once
@@ -16,6 +17,7 @@ namespace oct {
 constexpr int kPanel = 32;      // columns
 constexpr int kTileRows = 12;   // most rows of a register tile: 12 x 2 sums
 constexpr int kMaxGroup = 16;   // most panels of one work item
+constexpr int kScaled = 128;    // values of x in 8 bits that share a scale
 
 static inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
@@ -35,7 +37,10 @@ struct Matrix {
   long panel_bytes;
   const char* panel(int i) const { return data + i * panel_bytes; }
   float* scales() const { return (float*)panel(panels); }
-  int32_t* offsets() const { return (int32_t*)(scales() + panels * kPanel); }
+  int groups() const { return (steps + kScaled / 4 - 1) / (kScaled / 4); }  // with 8 bits
+  int32_t* offsets(int i) const {
+    return (int32_t*)(scales() + panels * kPanel) + (long)i * groups() * kPanel;
+  }
 };
 
 template <class W>
@@ -83,13 +88,17 @@ static void unpack_row(const Matrix& w, int row, typename D::T* out) {
   if (whole < w.steps) out[whole * D::kStep] = *(const T*)in;
 }
 
+static inline long int8_bytes(const Matrix& w) {
+  return w.panels * (w.panel_bytes + kPanel * 4 * (1 + w.groups()));
+}
+
 #ifdef __AVX512VNNI__
 // Rows of 8 bits: each by its own largest value, rounded to nearest.
 template <class D>
 static void pack_int8(const typename D::T* source, long stride, int rows, int columns,
                       void* packed) {
   const Matrix w = matrix<INT8>(packed, rows, columns);
-  std::memset(packed, 0, w.panels * (w.panel_bytes + kPanel * 8));
+  std::memset(packed, 0, int8_bytes(w));
   for (int row = 0; row < rows; ++row) {
     const typename D::T* in = source + row * stride;
     V16 most = _mm512_setzero_ps();
@@ -98,18 +107,17 @@ static void pack_int8(const typename D::T* source, long stride, int rows, int co
     }
     const float top = max_lanes(most), inverse = top > 0 ? 127.0f / top : 0.0f;
     int8_t* out = (int8_t*)w.panel(row / kPanel) + row % kPanel * 4;
-    int32_t sum = 0;
+    int32_t* offset = w.offsets(row / kPanel) + row % kPanel;
     for (int k = 0; k < columns; k += 16) {
       float values[16];
       _mm512_storeu_ps(values, D::load(in + k, tail_mask(columns - k)));
       for (int i = k; i < std::min(columns, k + 16); ++i) {
         const int8_t q = (int8_t)std::nearbyint(values[i - k] * inverse);
         out[i / 4 * 128 + i % 4] = q;
-        sum += q;
+        offset[i / kScaled * kPanel] -= 128 * q;
       }
     }
     w.scales()[row] = top / 127.0f;
-    w.offsets()[row] = 128 * sum;
   }
 }
 
@@ -127,41 +135,97 @@ static void unpack_row_int8(const Matrix& w, int row, typename D::T* out) {
   }
 }
 
-// A row in 8 bits, filled up to whole steps, then its scale.
+// A row in 8 bits: groups of 128 values, each by its own largest, filled up to whole steps; then the
+// groups' scales. Few channels of a model are much larger than the rest, and would otherwise round
+// it away.
 template <class D>
 static void quantize_row(const typename D::T* x, uint8_t* out, int size) {
-  V16 most = _mm512_setzero_ps();
-  __mmask16 nan = 0;
-  for (int i = 0; i < size; i += 16) {
-    const V16 v = D::load(x + i, tail_mask(size - i));
-    nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    most = _mm512_max_ps(most, _mm512_abs_ps(v));
+  const int filled = (size + 3) / 4 * 4;
+  for (int first = 0; first < size; first += kScaled) {
+    constexpr int count = kScaled / 16;
+    V16 most = _mm512_setzero_ps(), v[count];
+    __mmask16 nan = 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i) {
+      const int left = size - first - i * 16;
+      v[i] = D::load(x + first + i * 16, left > 0 ? tail_mask(left) : 0);
+      nan |= _mm512_cmp_ps_mask(v[i], v[i], _CMP_UNORD_Q);
+      most = _mm512_max_ps(most, _mm512_abs_ps(v[i]));
+    }
+    const float top = max_lanes(most);
+    const V16 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i) {
+      const int left = filled - first - i * 16;
+      const __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse)),
+                                         _mm512_set1_epi32(128));
+      _mm_mask_storeu_epi8(out + first + i * 16, left > 0 ? tail_mask(left) : 0,
+                           _mm512_cvtusepi32_epi8(q));
+    }
+    // NaN and infinity must not vanish: they make the scale, and with it the whole row, NaN.
+    const float scale = !nan && top < INFINITY ? top / 127.0f : NAN;
+    std::memcpy(out + filled + first / kScaled * 4, &scale, 4);
   }
-  const float top = max_lanes(most);
-  const V16 inverse = _mm512_set1_ps(top > 0 ? 127.0f / top : 0.0f);
-  for (int i = 0; i < size; i += 16) {
-    const V16 v = _mm512_mul_ps(D::load(x + i, tail_mask(size - i)), inverse);
-    const __m512i q = _mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(128));
-    _mm_mask_storeu_epi8(out + i, tail_mask((size + 3) / 4 * 4 - i), _mm512_cvtusepi32_epi8(q));
-  }
-  // NaN and infinity must not vanish: they make the scale, and with it the whole row, NaN.
-  const float scale = !nan && top < INFINITY ? top / 127.0f : NAN;
-  std::memcpy(out + (size + 3) / 4 * 4, &scale, 4);
 }
 
-// i32 sums of a tile -> f32.
-static inline void rescale(const uint8_t* x, long stride, int rows, const Matrix& w, int panel,
-                           float* sums, int sums_stride) {
-  for (int r = 0; r < rows; ++r) {
-    float scale;
-    std::memcpy(&scale, x + r * stride + w.steps * 4, 4);
+// R rows x one panel over one group of K, in i32. Apart from the scaling, or registers run out.
+template <int R>
+static __attribute__((noinline)) void tile_int8(const uint8_t* x, long stride, const char* panel,
+                                                int steps, int32_t* sums, const char* next) {
+  __m512i sum[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+#pragma GCC unroll 2
+  for (int s = 0; s < steps; ++s) {
+    const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + 64);
+    _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + 64, _MM_HINT_T0);
+    panel += 128;
+    next += 128;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + r * stride, 4);
+      const __m512i a = _mm512_set1_epi32(four);
+      sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], a, b0);
+      sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], a, b1);
+    }
+    x += 4;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    _mm512_storeu_si512(sums + r * kPanel, sum[r][0]);
+    _mm512_storeu_si512(sums + r * kPanel + 16, sum[r][1]);
+  }
+}
+
+// R rows x one panel, as `tile` below: the groups' sums are scaled and added up in f32, in order.
+template <int R>
+static void tiles_int8(const uint8_t* x, long stride, const Matrix& w, int index, float* sums,
+                       int sums_stride, const char* next) {
+  alignas(64) int32_t group[R * kPanel];
+  constexpr int most = kScaled / 4;
+  const uint8_t* scales = x + w.steps * 4;
+  const int groups = w.groups(), steps = w.steps;
+  const char* panel = w.panel(index);
+  const int32_t* offsets = w.offsets(index);
+  const float* columns = w.scales() + index * kPanel;
+  for (int g = 0; g < groups; ++g) {
+    tile_int8<R>(x + g * most * 4, stride, panel + g * most * 128,
+                 std::min(most, steps - g * most), group, next + g * most * 128);
     for (int c = 0; c < kPanel; c += 16) {
-      float* at = sums + r * sums_stride + c;
-      const int column = panel * kPanel + c;
-      const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(at),
-                                           _mm512_loadu_si512(w.offsets() + column));
-      const V16 f = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(scale));
-      _mm512_storeu_ps(at, _mm512_mul_ps(f, _mm512_loadu_ps(w.scales() + column)));
+      const __m512i offset = _mm512_loadu_si512(offsets + g * kPanel + c);
+      const V16 column = _mm512_loadu_ps(columns + c);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        float value;
+        std::memcpy(&value, scales + r * stride + g * 4, 4);
+        const __m512i sum = _mm512_add_epi32(_mm512_load_si512(group + r * kPanel + c), offset);
+        const V16 scale = _mm512_mul_ps(column, _mm512_set1_ps(value));
+        float* to = sums + r * sums_stride + c;
+        const V16 old = g ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, old));
+      }
     }
   }
 }
@@ -197,14 +261,19 @@ static void tile(const typename D::T* x, long stride, const char* panel, int ste
 }
 
 template <class D>
-static inline void any_tile(int rows, const typename D::T* x, long stride, const char* panel,
-                            int steps, float* sums, int sums_stride, const char* next) {
+static inline void any_tile(int rows, const typename D::T* x, long stride, const Matrix& w,
+                            int index, float* sums, int sums_stride, const char* next) {
   switch (rows) {
-#define OCT_TILE(R) \
-  case R: return tile<D, R>(x, stride, panel, steps, sums, sums_stride, next);
-    OCT_TILE(1) OCT_TILE(2) OCT_TILE(3) OCT_TILE(4) OCT_TILE(5) OCT_TILE(6)
-    OCT_TILE(7) OCT_TILE(8) OCT_TILE(9) OCT_TILE(10) OCT_TILE(11) OCT_TILE(12)
-#undef OCT_TILE
+#define OCT_CALL(R)                                                                     \
+  case R:                                                                               \
+    if constexpr (is_int8<D>()) {                                                       \
+      return tiles_int8<R>(x, stride, w, index, sums, sums_stride, next);               \
+    } else {                                                                            \
+      return tile<D, R>(x, stride, w.panel(index), w.steps, sums, sums_stride, next);   \
+    }
+    OCT_CALL(1) OCT_CALL(2) OCT_CALL(3) OCT_CALL(4) OCT_CALL(5) OCT_CALL(6)
+    OCT_CALL(7) OCT_CALL(8) OCT_CALL(9) OCT_CALL(10) OCT_CALL(11) OCT_CALL(12)
+#undef OCT_CALL
   }
 }
 
@@ -232,12 +301,7 @@ static inline void multiply(const typename D::T* x, long stride, int first, int 
       } else {
         next = (const char*)(x + (t + 1 < tiles ? row + rows : first) * stride);
       }
-      any_tile<D>(rows, x + row * stride, stride, panel, w.steps, sums + p * kPanel, width, next);
-#ifdef __AVX512VNNI__
-      if constexpr (is_int8<D>()) {
-        rescale(x + row * stride, stride, rows, w, panels[p], sums + p * kPanel, width);
-      }
-#endif
+      any_tile<D>(rows, x + row * stride, stride, w, panels[p], sums + p * kPanel, width, next);
     }
     done(row, rows, sums, width);
     row += rows;

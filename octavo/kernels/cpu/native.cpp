@@ -83,7 +83,7 @@ long oct_packed_bytes(int dtype, int rows, int columns) {
   with_types(dtype, [&](auto, auto weight) {
     typedef decltype(weight) W;
     const Matrix w = matrix<W>(nullptr, rows, columns);
-    bytes = w.panels * (w.panel_bytes + (is_int8<W>() ? kPanel * 8 : 0));
+    bytes = is_int8<W>() ? int8_bytes(w) : w.panels * w.panel_bytes;
   });
   return bytes;
 }
@@ -114,7 +114,7 @@ int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int 
     static thread_local Buffer copies;
     const X* a = (const X*)x;
     if constexpr (!std::is_same<D, W>::value) {
-      const long wider = padded<W>(in + 8);
+      const long wider = padded<W>(in + 8 + ceil_div(in, kScaled) * 4);
       X* copy = (X*)copies.reserve((size_t)rows * wider);
       for (int r = 0; r < rows; ++r) {
         quantize_row<D>((const T*)x + r * stride, copy + r * wider, in);

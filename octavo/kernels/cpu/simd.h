@@ -126,21 +126,10 @@ struct BF16 {
 #endif
 
 #ifdef __AVX512VNNI__
-// Weights of 8 bits: activations as x / scale + 128 in u8, four along K a step, i32 sums that
-// travel as the bits of f32 lanes.
+// Weights of 8 bits, four along K a step; activations are x / scale + 128 in u8.
 struct INT8 {
   typedef uint8_t T;
   static constexpr int kStep = 4;
-  static inline V16 broadcast(const T* p) {
-    int32_t four;
-    std::memcpy(&four, p, 4);
-    return _mm512_castsi512_ps(_mm512_set1_epi32(four));
-  }
-  static inline V16 mad(V16 sum, V16 a, V16 b) {
-    return _mm512_castsi512_ps(_mm512_dpbusd_epi32(
-        _mm512_castps_si512(sum), _mm512_castps_si512(a), _mm512_castps_si512(b)));
-  }
-  static inline V16 raw(const void* p) { return _mm512_loadu_ps(p); }
 };
 #endif
 

@@ -89,7 +89,7 @@ class Stack {
     qkv_stride_ = padded<D>(q + 2 * kv);
     gate_up_stride_ = padded<D>(2 * s_.intermediate);
     const int widest = std::max(std::max(s_.hidden, q), s_.intermediate);
-    input_stride_ = padded<W>(widest + 8);
+    input_stride_ = padded<W>(widest + 8 + ceil_div(widest, kScaled) * 4);  // values, then scales
   }
 
   int run(Pool& pool, const StepArrays& step) {

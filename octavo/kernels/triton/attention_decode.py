@@ -23,7 +23,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.attention_math import LOWEST, attend_block, page_offsets
+from octavo.kernels.triton.attention_math import (
+    LOWEST,
+    attend_block,
+    load_block,
+    page_offsets,
+    weights_of,
+    widen_pairs,
+)
 from octavo.kernels.triton.launch import pdl, power_of_2
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -91,6 +98,8 @@ def decode_kernel(
     CAP: tl.constexpr,
     FORM: tl.constexpr,  # 0 single, 1 split, 2 list
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
+    PAIRS: tl.constexpr,  # values_ptr is of int16, two FP8 numbers each
+    E4M3: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
@@ -128,20 +137,38 @@ def decode_kernel(
         q = q.to(tl.float16)
     best = tl.full([GP], LOWEST, tl.float32)
     total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
     row_table = table_ptr + row.to(tl.int64) * table_stride
     key_ptr = keys_ptr + head.to(tl.int64) * head_stride
-    value_ptr = values_ptr + head.to(tl.int64) * head_stride
+    if PAIRS:
+        acc = tl.zeros([GP, DP // 2], tl.float32)  # even d
+        value_ptr = values_ptr + head.to(tl.int64) * (head_stride // 2)
+    else:
+        acc = tl.zeros([GP, DP], tl.float32)
+        value_ptr = values_ptr + head.to(tl.int64) * head_stride
+    odd = acc  # odd d, if PAIRS
     for start in range(low, high, BN):
         position = start + tl.arange(0, BN)
         offsets = page_offsets(row_table, start, high, page_stride, P, BN, D)
         visible = position < high
         if WINDOW > 0:
             visible = visible & (position >= begin)
-        acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, visible[None, :], scale,
-            D, DP, CAP, True,
-        )  # fmt: skip
+        k = load_block(key_ptr, offsets, D, DP)
+        if PAIRS:
+            v = load_block(value_ptr, offsets // 2, D // 2, DP // 2)
+            weight, shrink, total, best = weights_of(
+                total, best, q, k, visible[None, :], scale, CAP, True
+            )
+            v_even, v_odd = widen_pairs(v, E4M3)
+            weight = weight.to(tl.float16)
+            acc = tl.dot(weight, v_even, acc * shrink[:, None])
+            odd = tl.dot(weight, v_odd, odd * shrink[:, None])
+        else:
+            v = load_block(value_ptr, offsets, D, DP)
+            acc, total, best = attend_block(
+                acc, total, best, q, k, v, visible[None, :], scale, CAP, True
+            )
+    if PAIRS:
+        acc = tl.interleave(acc, odd)
     out = acc / tl.maximum(total, 1e-30)[:, None]
     if FORM == 0:
         tl.store(out_ptr + row.to(tl.int64) * Q * D + at, out, mask=inside)
@@ -223,10 +250,11 @@ def decode(
     grid = (num_items, kv_heads) if form == 2 else (rows, kv_heads, splits)
     group = num_heads // kv_heads
     early = pdl(q.device)
+    pairs = keys.dtype in FP8 and early["PDL"]
     decode_kernel[grid](
         q,
         keys,
-        values,
+        values.view(torch.int16) if pairs else values,
         table,
         lens,
         pieces.items,
@@ -250,6 +278,8 @@ def decode(
         CAP=heads.soft_cap,
         FORM=form,
         WIDE=keys.dtype in FP8,
+        PAIRS=pairs,
+        E4M3=keys.dtype == torch.float8_e4m3fn,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,

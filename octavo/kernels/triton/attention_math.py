@@ -40,44 +40,89 @@ def soft_capped(score, CAP: tl.constexpr):
 
 
 @triton.jit
-def attend_block(
-    acc,  # f32 [M, DP], not yet divided by total
-    total,  # f32 [M]
-    best,  # f32 [M], in base 2
-    q,  # [M, DP]
-    key_ptr,  # of this head's first page
-    value_ptr,
-    offsets,  # i64 [BN]
-    visible,  # bool [M or 1, BN], read if MASKED
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,  # D rounded up to a power of 2
-    CAP: tl.constexpr,  # 0: none
-    MASKED: tl.constexpr,
-):
-    """(acc, total, best) after one more block of keys."""
+def load_block(first_ptr, offsets, D: tl.constexpr, DP: tl.constexpr):
+    """Cells [BN, DP] at `offsets` from the head's first page; zeros beyond D."""
     d = tl.arange(0, DP)
-    at = offsets[:, None] + d[None, :]
     if DP == D:
-        k = tl.load(key_ptr + at)
-        v = tl.load(value_ptr + at)
+        return tl.load(first_ptr + offsets[:, None] + d[None, :])
+    return tl.load(first_ptr + offsets[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def widen_pairs(pairs, E4M3: tl.constexpr):
+    """int16 [BN, D / 2], two FP8 numbers each -> f16 (those of even d, those of odd d).
+
+    Tensor cores want values of neighbouring keys in one register. The memory's own transposing
+    load does that for 16-bit elements, not for bytes: so bytes travel in pairs until here.
+    """
+    if E4M3:
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .b16 a, b; .reg .b32 x, y;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            prmt.b32 $0, x, y, 0x5410;
+            prmt.b32 $1, x, y, 0x7632; }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        k = tl.load(key_ptr + at, mask=(d < D)[None, :], other=0.0)
-        v = tl.load(value_ptr + at, mask=(d < D)[None, :], other=0.0)
-    k = k.to(q.dtype)
-    v = v.to(q.dtype)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        return tl.inline_asm_elementwise(  # e5m2 is the upper half of an f16
+            """
+            shl.b32 $0, $2, 8;
+            and.b32 $0, $0, 0xFF00FF00;
+            and.b32 $1, $2, 0xFF00FF00;
+            """,
+            "=&r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def weights_of(total, best, q, k, visible, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """(weights f32 [M, BN], shrink [M], total, best) of one more block of keys [BN, DP]."""
+    score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if CAP > 0:
         score = soft_capped(score * scale, CAP)
         factor = LOG2_E
     else:
         factor = scale * LOG2_E
     if MASKED:
-        score = tl.where(visible, score, LOWEST)
-    # The factor is above 0, so it may come after the maximum: one instruction less an element.
-    new_best = tl.maximum(best, tl.max(score, 1) * factor)
-    weight = tl.exp2(score * factor - new_best[:, None])
+        # Times the factor first: LOWEST must come out of the difference below as it went in.
+        score = tl.where(visible, score * factor, LOWEST)
+        new_best = tl.maximum(best, tl.max(score, 1))
+        weight = tl.exp2(score - new_best[:, None])
+    else:
+        # The factor is above 0, so it may come after the maximum, and into one instruction.
+        new_best = tl.maximum(best, tl.max(score, 1) * factor)
+        weight = tl.exp2(score * factor - new_best[:, None])
     shrink = tl.exp2(best - new_best)
-    total = total * shrink + tl.sum(weight, 1)
+    return weight, shrink, total * shrink + tl.sum(weight, 1), new_best
+
+
+@triton.jit
+def attend_block(
+    acc,  # f32 [M, DP], not yet divided by total
+    total,  # f32 [M]
+    best,  # f32 [M], in base 2
+    q,  # [M, DP]
+    k,  # [BN, DP] in the pages' dtype
+    v,
+    visible,  # bool [M or 1, BN], read if MASKED
+    scale,
+    CAP: tl.constexpr,  # 0: none
+    MASKED: tl.constexpr,
+):
+    """(acc, total, best) after one more block of keys."""
+    weight, shrink, total, best = weights_of(total, best, q, k, visible, scale, CAP, MASKED)
+    v = v.to(q.dtype)
     acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, total, new_best
+    return acc, total, best

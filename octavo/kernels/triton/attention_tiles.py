@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.triton.attention_decode import Tile
-from octavo.kernels.triton.launch import divide_up
+from octavo.kernels.triton.launch import power_of_2
 
 MAX_SPLITS = 32
-# A batch is uneven if its longest row has this many times the keys of its mean row.
-UNEVEN = 1.5
+PROGRAMS = 8  # of a processor: so many keep its reads busy
+SHORT = 1024  # queries: up to so many, small tiles keep more processors busy
+# A batch is uneven if a piece of its longest row is so many times a program's even share.
+UNEVEN = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +32,17 @@ class DecodeShape:
     processors: int
 
 
-def is_uneven(lens: NDArray[np.int32]) -> bool:
+def is_uneven(lens: NDArray[np.int32], shape: DecodeShape) -> bool:
     """Whether the list form serves rows of these lengths better than even splits."""
     if len(lens) < 2:
         return False
-    return float(lens.max()) > UNEVEN * float(lens.mean())
+    share = float(lens.sum()) * shape.kv_heads / (PROGRAMS * shape.processors)
+    return float(lens.max()) / splits_of(len(lens), shape) > UNEVEN * share
 
 
 def splits_of(rows: int, shape: DecodeShape) -> int:
     """Even pieces of each row: enough that every processor has programs, 1 once rows suffice."""
-    wanted = 8 * shape.processors
+    wanted = PROGRAMS * shape.processors
     return max(1, min(MAX_SPLITS, wanted // (rows * shape.kv_heads)))
 
 
@@ -55,18 +58,18 @@ def room_of(max_rows: int, shape: DecodeShape) -> int:
     return max(max(aim_of(rows, shape) + rows, rows * splits_of(rows, shape)) for rows in choices)
 
 
-def decode_tile(shape: DecodeShape) -> Tile:
-    """FP8 keys are quickest with one warp a program: their widening needs no exchange."""
+def decode_tile(shape: DecodeShape, *, even: bool) -> Tile:
+    """FP8 keys are widened most cheaply by one warp; pieces of a list by two."""
     keys = min(64, shape.page)
     if shape.head_dim > 128:
         return Tile(min(32, keys), 4, 2)
-    return Tile(keys, 1, 3) if shape.item_bytes == 1 else Tile(keys, 4, 3)
+    return Tile(keys, 1 if shape.item_bytes == 1 and even else 2, 3)
 
 
-def varlen_tile(head_dim: int, item_bytes: int, group: int) -> tuple[int, Tile]:
-    """(product rows of a program, its tile)."""
+def varlen_tile(head_dim: int, item_bytes: int, group: int, longest: int) -> tuple[int, Tile]:
+    """(product rows of a program, its tile) for rows of up to `longest` queries."""
     if item_bytes == 4:
-        return max(16, 2 * divide_up(group, 2)), Tile(32, 4, 1)
+        return max(16, 2 * power_of_2(group)), Tile(32, 4, 1)
     if head_dim > 128:
         return 64, Tile(32, 4, 2)
-    return 128, Tile(64, 8, 2)
+    return (128 if longest > SHORT else 64), Tile(64, 4, 3)

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.triton.attention_decode import FP8, Heads, Tile
-from octavo.kernels.triton.attention_math import LOWEST, attend_block, page_offsets
-from octavo.kernels.triton.launch import pdl, power_of_2
+from octavo.kernels.triton.attention_math import LOWEST, attend_block, load_block, page_offsets
+from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
 
 
 @triton.jit(do_not_specialize=["rows", "num_tiles"], do_not_specialize_on_alignment=["indptr_ptr"])
@@ -48,6 +49,23 @@ def tiles_kernel(
         tl.store(tiles_ptr + tile, tl.where(tile < used, row, -1), mask=tile < stop)
 
 
+@triton.jit
+def _load_pair(
+    keys, values, row_table, head, block, stop, page_stride, head_stride,
+    P: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Keys and values block..block+BN of a row, [BN, DP] each."""
+    if TMA:
+        page = tl.load(row_table + block // P)
+        cell = (page * K + head) * P + block % P
+        return keys.load([cell, 0]), values.load([cell, 0])
+    else:
+        offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
+        offsets += head.to(tl.int64) * head_stride
+        return load_block(keys, offsets, D, DP), load_block(values, offsets, D, DP)
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "indptr_ptr", "lens_ptr"],
@@ -74,6 +92,8 @@ def varlen_kernel(
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    K: tl.constexpr,
+    TMA: tl.constexpr,  # keys_ptr and values_ptr are descriptors of [N * K * P, D], blocks [BN, D]
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
     PDL: tl.constexpr,
 ):
@@ -81,8 +101,8 @@ def varlen_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row = tl.load(tiles_ptr + tile)
     if row < 0:
         return
@@ -112,22 +132,22 @@ def varlen_kernel(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     row_table = table_ptr + row.to(tl.int64) * table_stride
-    key_ptr = keys_ptr + head.to(tl.int64) * head_stride
-    value_ptr = values_ptr + head.to(tl.int64) * head_stride
     for block in range(start, masked_from, BN):
-        offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
-        acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, inside, scale, D, DP, CAP, False
-        )
+        k, v = _load_pair(
+            keys_ptr, values_ptr, row_table, head, block, stop, page_stride, head_stride,
+            P, BN, D, DP, K, TMA,
+        )  # fmt: skip
+        acc, total, best = attend_block(acc, total, best, q, k, v, inside, scale, CAP, False)
     for block in range(masked_from, stop, BN):
-        offsets = page_offsets(row_table, block, stop, page_stride, P, BN, D)
+        k, v = _load_pair(
+            keys_ptr, values_ptr, row_table, head, block, stop, page_stride, head_stride,
+            P, BN, D, DP, K, TMA,
+        )  # fmt: skip
         key_position = block + tl.arange(0, BN)
         visible = key_position[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
-        acc, total, best = attend_block(
-            acc, total, best, q, key_ptr, value_ptr, offsets, visible, scale, D, DP, CAP, True
-        )
+        acc, total, best = attend_block(acc, total, best, q, k, v, visible, scale, CAP, True)
     out = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(out_ptr + at, out, mask=inside)
 
@@ -171,17 +191,22 @@ def varlen(
     tile_rows: int,
     tile: Tile,
     out: Tensor,
+    *,
+    tma: bool | None = None,
 ) -> None:
     """Attention of q [T, Q, D] over pages [N, K, P, D] into out [T, Q, D], causal.
 
-    A row's queries are the last of its `lens` keys, which are stored already.
+    A row's queries are the last of its `lens` keys, which are stored already. `tma` reads pages
+    by the bulk copy engine; None: where it can.
     """
     _, num_heads, size = q.shape
     _, kv_heads, page, _ = keys.shape
-    varlen_kernel[(queries.tiles.shape[0], kv_heads)](
+    if tma is None:
+        tma = can_use_tma(keys, tile)
+    varlen_kernel[(kv_heads, queries.tiles.shape[0])](
         q,
-        keys,
-        values,
+        _describe(keys, tile) if tma else keys,
+        _describe(values, tile) if tma else values,
         queries.table,
         queries.indptr,
         queries.lens,
@@ -200,8 +225,23 @@ def varlen(
         BN=tile.keys,
         WINDOW=heads.window,
         CAP=heads.soft_cap,
+        K=kv_heads,
+        TMA=tma,
         WIDE=keys.dtype in FP8,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl(q.device),
     )
+
+
+def can_use_tma(pages: Tensor, tile: Tile) -> bool:
+    """Whether the bulk copy engine reads these pages [N, K, P, D]: a block lies in one page."""
+    _, _, page, size = pages.shape
+    whole = page % tile.keys == 0 and power_of_2(size) == size
+    return whole and gpu_of(pages.device).pdl and pages.numel() // size < 2**31
+
+
+def _describe(pages: Tensor, tile: Tile) -> TensorDescriptor:
+    """Pages [N, K, P, D] as cells [N * K * P, D] that are copied in blocks of `tile.keys`."""
+    cells = pages.view(-1, pages.shape[-1])
+    return TensorDescriptor.from_tensor(cells, [tile.keys, pages.shape[-1]])

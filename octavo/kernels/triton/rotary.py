@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.launch import pdl, power_of_2
+from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
 
 
 @triton.jit
@@ -132,59 +132,82 @@ def rope_store_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2 rounded up to a power of 2
+    HEADS: tl.constexpr,  # of a program
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a token and head: queries, keys, values."""
+    """One program a token and HEADS heads of one kind: queries, then keys, then values."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    Q_BLOCKS: tl.constexpr = (Q + HEADS - 1) // HEADS
+    K_BLOCKS: tl.constexpr = (K + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    block = tl.program_id(1)
+    of_query = block < Q_BLOCKS
+    of_value = block >= Q_BLOCKS + K_BLOCKS
+    if of_query:
+        first_head = block * HEADS
+        column = first_head * D
+        count = Q
+    elif of_value:
+        first_head = (block - Q_BLOCKS - K_BLOCKS) * HEADS
+        column = (Q + K + first_head) * D
+        count = K
+    else:
+        first_head = (block - Q_BLOCKS) * HEADS
+        column = (Q + first_head) * D
+        count = K
+    h = tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
-    inside = pair < D // 2
-    source = qkv_ptr + token * qkv_stride + head * D
-    first = tl.load(source + pair, mask=inside, other=0.0)
-    second = tl.load(source + D // 2 + pair, mask=inside, other=0.0)
-    if head < Q + K and (NORM or ROPE):
+    in_head = pair < D // 2
+    inside = (first_head + h < count)[:, None] & in_head[None, :]
+    at = h[:, None] * D + pair[None, :]
+    source = qkv_ptr + token * qkv_stride + column + at
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + D // 2, mask=inside, other=0.0)
+    if not of_value and (NORM or ROPE):
         dtype = first.dtype
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         if NORM:
-            squares = tl.sum(wide_first * wide_first, 0) + tl.sum(wide_second * wide_second, 0)
-            scale = tl.rsqrt(squares / D + eps)
-            weight_ptr = q_norm_ptr if head < Q else k_norm_ptr
-            weight_first = tl.load(weight_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-            weight_second = tl.load(weight_ptr + D // 2 + pair, mask=inside, other=0.0)
+            squares = tl.sum(wide_first * wide_first + wide_second * wide_second, 1)
+            scale = tl.rsqrt(squares / D + eps)[:, None]
+            weight_ptr = q_norm_ptr if of_query else k_norm_ptr
+            weight_first = tl.load(weight_ptr + pair, mask=in_head, other=0.0).to(tl.float32)
+            weight_second = tl.load(weight_ptr + D // 2 + pair, mask=in_head, other=0.0)
             # Rounded as the separate norm rounds it, so that both paths agree.
-            wide_first = (wide_first * scale * weight_first).to(dtype).to(tl.float32)
-            wide_second = wide_second * scale * weight_second.to(tl.float32)
+            wide_first = (wide_first * scale * weight_first[None, :]).to(dtype).to(tl.float32)
+            wide_second = wide_second * scale * weight_second.to(tl.float32)[None, :]
             wide_second = wide_second.to(dtype).to(tl.float32)
         if ROPE:
             row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D
-            cos = tl.load(row + pair, mask=inside, other=0.0)
-            sin = tl.load(row + D // 2 + pair, mask=inside, other=0.0)
+            cos = tl.load(row + pair, mask=in_head, other=0.0)[None, :]
+            sin = tl.load(row + D // 2 + pair, mask=in_head, other=0.0)[None, :]
             turned = wide_first * cos - wide_second * sin
             wide_second = wide_second * cos + wide_first * sin
             wide_first = turned
         first, second = wide_first.to(dtype), wide_second.to(dtype)
-    if head < Q:
-        target = q_out_ptr + (token * Q + head) * D
-        tl.store(target + pair, first, mask=inside)
-        tl.store(target + D // 2 + pair, second, mask=inside)
+    if of_query:
+        target = q_out_ptr + (token * Q + first_head) * D + at
+        tl.store(target, first, mask=inside)
+        tl.store(target + D // 2, second, mask=inside)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            of_key = head < Q + K
-            kv_head = tl.where(of_key, head - Q, head - Q - K)
-            at = (slot // P).to(tl.int64) * page_stride + kv_head * head_stride + (slot % P) * D
-            target = (keys_ptr if of_key else values_ptr) + at
+            cell = (slot // P).to(tl.int64) * page_stride + (slot % P) * D
+            target = values_ptr if of_value else keys_ptr
+            target += cell + (first_head + h[:, None]) * head_stride + pair[None, :]
             element = keys_ptr.dtype.element_ty
-            tl.store(target + pair, first.to(element), mask=inside)
-            tl.store(target + D // 2 + pair, second.to(element), mask=inside)
-            if not of_key:
-                _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, 2 * HALF)
+            tl.store(target, first.to(element), mask=inside)
+            tl.store(target + D // 2, second.to(element), mask=inside)
+            if of_value:
+                for head in range(first_head, tl.minimum(first_head + HEADS, K)):
+                    cell_of_head = cell + head * head_stride
+                    _clear_after(
+                        values_ptr, slots_ptr, token, slot, tokens, cell_of_head, P, D, 16, 2 * HALF
+                    )
 
 
 def rope_store(
@@ -210,7 +233,9 @@ def rope_store(
     q_out = qkv.new_empty(tokens, num_heads, size)
     if tokens == 0:
         return q_out
-    rope_store_kernel[(tokens, num_heads + 2 * kv_heads)](
+    heads = min(8, power_of_2(kv_heads))
+    blocks = divide_up(num_heads, heads) + 2 * divide_up(kv_heads, heads)
+    rope_store_kernel[(tokens, blocks)](
         qkv,
         qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm,
@@ -230,9 +255,10 @@ def rope_store(
         D=size,
         P=page,
         HALF=power_of_2(size // 2),
+        HEADS=heads,
         NORM=query_norm is not None,
         ROPE=cos_sin is not None,
-        num_warps=1,
+        num_warps=2 if heads > 4 else 1,
         **pdl(qkv.device),
     )
     return q_out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 ADMIT_WORDS = 8  # slot, temperature, top_k, top_p, min_p, low and high half of the seed, unused
 SETTINGS = 4  # rows of `SlotTensors.settings`
-FLAGS = 2  # rows of flags after the tokens in `StepTensors.out`
+NOT_FINITE, NO_TOKEN = 1, 2  # rows of flags in `StepTensors.out`
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SlotTensors:
     """Columns of all slots, on the device. Numbers of f32 are kept by their bits."""
 
     blocks: Tensor  # i32[slots, B]
-    last_token: Tensor  # i32[slots]
+    last_token: Tensor  # i32[slots + 1]: what is sampled for idle rows goes into the last one
     settings: Tensor  # i32[4, slots]: temperature f32, top_k i32, top_p f32, min_p f32
     seed: Tensor  # i64[slots]
 
@@ -45,7 +45,7 @@ class StepTensors:
     settings: Tensor  # i32[4, R], as SlotTensors'
     seed: Tensor  # i64[R]
     position: Tensor  # i64[R]
-    out: Tensor  # i32[3 * R]: S tokens, S flags "not finite", S flags "no token can be chosen"
+    out: Tensor  # i32[3, R]: tokens, flags "not finite", flags "no token can be chosen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,10 @@ class SlotOps:
     # Writes new blocks and settings into the slots' columns.
     update: Callable[[StepTensors, SlotTensors, Layout], None]
     # Fills the step's inputs for so many rows and tokens; zeroes the flags. Each idle row has one
-    # idle token while there are some; the last one has all the others.
+    # idle token while there are some; the last one has all the others. From the last sampled row on
+    # the settings are those of greedy rows.
     place: Callable[[StepTensors, SlotTensors, Layout, Paging, tuple[int, int]], None]
-    # Flags rows of f32[S, V] that hold a NaN or an infinity; the number says which run of flags.
+    # Flags rows of f32[S, V] that hold a NaN or an infinity.
     check: Callable[[Tensor, StepTensors], None]
     # Tokens i32[S] go to `out` and to their slots.
     note: Callable[[Tensor, StepTensors, SlotTensors], None]
@@ -141,12 +142,16 @@ def place(
     step.kv_lens[:rows] = starts + lengths
     step.block_table[:rows, : paging.width] = slots.blocks[slot, : paging.width]
     number = layout.sampled
+    for tensor in (step.sample_rows, step.seed, step.position):
+        tensor[number : size[0]] = 0
+    step.settings[:, number : size[0]] = 0
+    step.sample_slots[number : size[0]] = slots.settings.shape[1]
     step.sample_rows[:number] = indptr[sampled + 1] - 1
     step.sample_slots[:number] = slot[sampled].int()
     step.settings[:, :number] = slots.settings[:, slot[sampled]]
     step.seed[:number] = slots.seed[slot[sampled]]
     step.position[:number] = (starts + lengths)[sampled].long()
-    step.out[number : 3 * number] = 0
+    step.out[1:, : size[0]] = 0
     _place_idle(step, layout, paging, size)
 
 
@@ -168,14 +173,13 @@ def _place_idle(step: StepTensors, layout: Layout, paging: Paging, size: tuple[i
 
 def check(logits: Tensor, step: StepTensors) -> None:
     """See SlotOps."""
-    rows = logits.shape[0]
-    step.out[rows : 2 * rows] = (~torch.isfinite(logits).all(dim=1)).int()
+    step.out[NOT_FINITE, : logits.shape[0]] |= (~torch.isfinite(logits).all(dim=1)).int()
 
 
 def note(tokens: Tensor, step: StepTensors, slots: SlotTensors) -> None:
     """See SlotOps."""
     rows = tokens.shape[0]
-    step.out[:rows] = tokens
+    step.out[0, :rows] = tokens
     slots.last_token[step.sample_slots[:rows].long()] = tokens
 
 

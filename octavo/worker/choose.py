@@ -7,6 +7,7 @@ own (`staged_choose.py`). Next file: `graphs.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
 
@@ -40,10 +41,17 @@ class Choice(Protocol):
         """The tokens; raises what the device failed with."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that a graph has drawn already, if no row asks for more than sampling."""
+
+    logits: Callable[[], Tensor]  # f32[S, V] for rows that do
+
+
 class Chooser(Protocol):
     """Chooses a token for each sampled row, and notes it as its slot's last one."""
 
-    def choose(self, logits: Tensor, rows: StepRows) -> Choice:
+    def choose(self, logits: Tensor | Drawn, rows: StepRows) -> Choice:
         """Logits f32[S, V], which may be changed, of a plan's sampled rows."""
 
 
@@ -71,8 +79,9 @@ class HostChooser:
         self._sample = sample
         self._slots = slots
 
-    def choose(self, logits: Tensor, rows: StepRows) -> Made:
+    def choose(self, logits: Tensor | Drawn, rows: StepRows) -> Made:
         """See `Chooser`."""
+        assert isinstance(logits, Tensor), "nothing is captured on the CPU"
         slots = self._slots
         chosen = rows.slots[rows.sampled]
         positions = rows.ends[rows.sampled].astype(np.int64)

@@ -2,9 +2,10 @@
 
 Steps of few tokens are many small kernels, which a host cannot launch as fast as a GPU runs them.
 A graph holds the launches of one size; a smaller step is filled up with idle rows and tokens,
-which write to a block that nobody owns. Captured is all from ids to the last norm; the head
-follows outside, for the plan's own rows alone, so that no graph keeps logits. Steps of many prompt
-tokens keep the GPU busy and go call by call. Not for: inputs (`staged.py`), whose addresses a
+which write to a block that nobody owns. A decode step is captured from ids to sampled tokens; rows
+that ask for more than sampling are drawn anew from its hidden states. A step with prompts is
+captured up to the last norm. Steps of many prompt tokens keep the GPU busy and go call by call.
+Not for: inputs (`staged.py`), whose addresses a
 graph keeps. Next file: `worker.py`.
 """
 
@@ -25,6 +26,7 @@ from octavo.device.base import Device
 from octavo.forward import ForwardBatch
 from octavo.types import PROMPT_LOGPROBS
 from octavo.worker.buffers import StepRows, StepSize
+from octavo.worker.choose import Drawn
 from octavo.worker.runner import Model
 from octavo.worker.staged import StagedInputs
 
@@ -84,7 +86,10 @@ class Graphs:
         eager: Eager,
         inputs: StagedInputs,
         device: Device,
+        draw: Callable[[Tensor], Tensor],
     ) -> None:
+        """`draw` samples the first rows of a step from logits f32[n, V], all on the device."""
+        self._draw = draw
         self._model = model
         self._attention = attention
         self._eager = eager
@@ -107,11 +112,11 @@ class Graphs:
         self._mixed_rows = min(max(rows), MIXED_ROWS)
         for count in sorted(tokens, reverse=True):
             idle = self._inputs.idle(StepSize(self._mixed_rows, count), decode=False)
-            self._mixed[count] = self._capture(*idle, None)
+            self._mixed[count] = self._capture(*idle, None, draw=False)
         for count in sorted(rows, reverse=True):
             idle = self._inputs.idle(StepSize(count, count), decode=True)
             for form in self._attention.forms:
-                self._decode[count, form] = self._capture(*idle, form)
+                self._decode[count, form] = self._capture(*idle, form, draw=True)
         self._rows, self._tokens = sorted(rows), sorted(tokens)
         return len(self._decode) + len(self._mixed)
 
@@ -128,7 +133,9 @@ class Graphs:
             case _:
                 return StepSize(number, rows.num_tokens)
 
-    def logits(self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows) -> Tensor | None:
+    def logits(
+        self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows
+    ) -> Tensor | Drawn | None:
         """See `Forward`."""
         number = len(rows.slots)
         match self._kind(rows):
@@ -145,7 +152,7 @@ class Graphs:
         if len(rows.sampled) == 0:
             return None
         if len(rows.sampled) == rows.num_tokens:
-            return self._model.logits(hidden[: rows.num_tokens])
+            return Drawn(lambda: self._model.logits(hidden[:number]))
         return self._model.logits(hidden.index_select(0, batch.sample_rows))
 
     def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
@@ -165,9 +172,15 @@ class Graphs:
         long = rows.ends[rows.lengths == 1]
         return "eager" if len(long) and int(long.max()) > LONG_CONTEXT else "mixed"
 
-    def _capture(self, ids: Tensor, batch: ForwardBatch, form: str | None) -> Captured:
+    def _capture(
+        self, ids: Tensor, batch: ForwardBatch, form: str | None, *, draw: bool
+    ) -> Captured:
         def work() -> Tensor:
-            return self._model.hidden(ids, replace(batch, attn=self._attention.plan(batch, form)))
+            attn = self._attention.plan(batch, form)
+            hidden = self._model.hidden(ids, replace(batch, attn=attn))
+            if draw:
+                self._draw(self._model.logits(hidden))
+            return hidden
 
         work()
         return self._device.record(work)

@@ -118,22 +118,17 @@ def _staged(
     ops = slot_ops(device.name)
     inputs = StagedInputs(device, ops, kv, limits)
     slots = SlotTable(num_slots=limits.num_slots, vocab_size=choices.spec.vocab_size)
+    chooser = StagedChooser(choices.ops.sample, device=device, ops=ops, inputs=inputs, slots=slots)
     eager = Eager(model, choices.attention)
     graphs: Graphs | None = None
     note = "graphs: none, as asked"
     if isinstance(choices.attention, CapturableAttention):
         choices.attention.reserve(limits.max_rows)
         if not config.enforce_eager:
-            graphs = Graphs(model, choices.attention, eager, inputs, device)
+            graphs = Graphs(model, choices.attention, eager, inputs, device, chooser.draw)
     elif not config.enforce_eager:
         note = f"graphs: none, {choices.attention.name} attention cannot be captured"
     runner = Runner(
-        model=model,
-        forward=graphs or eager,
-        slots=slots,
-        inputs=inputs,
-        chooser=StagedChooser(
-            choices.ops.sample, device=device, ops=ops, inputs=inputs, slots=slots
-        ),
+        model=model, forward=graphs or eager, slots=slots, inputs=inputs, chooser=chooser
     )
     return Parts(runner, limits, graphs, note)

@@ -21,7 +21,7 @@ from octavo.forward import ForwardBatch
 from octavo.sampling.logprobs import token_logprobs
 from octavo.types import PROMPT_LOGPROBS, StepPlan, StepResult, TokenLogprobs
 from octavo.worker.buffers import Inputs, StepRows, StepSize, read_rows
-from octavo.worker.choose import Choice, Chooser, not_finite
+from octavo.worker.choose import Choice, Chooser, Drawn, not_finite
 from octavo.worker.slots import SlotTable
 
 # Rows of logits that are held at once for prompt log-probs: a bound on memory, not on work.
@@ -47,7 +47,9 @@ class Forward(Protocol):
     def size(self, rows: StepRows) -> StepSize:
         """What the batch must hold; what is not of the plan is idle."""
 
-    def logits(self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows) -> Tensor | None:
+    def logits(
+        self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows
+    ) -> Tensor | Drawn | None:
         """f32[S, V] of the sampled rows, None if there are none; the caller may change them."""
 
     def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
@@ -118,6 +120,7 @@ class Runner:
         started = perf_counter()
         input_ids, batch = self._inputs.fill(plan, rows, self._forward.size(rows))
         asking = np.flatnonzero(rows.flags & PROMPT_LOGPROBS)
+        logits: Tensor | Drawn | None
         if len(asking):
             logits, prompt_logprobs = self._with_prompts(input_ids, batch, rows, asking.tolist())
         else:

@@ -86,7 +86,7 @@ class StagedInputs:
 
         self.slots = SlotTensors(
             blocks=ints(limits.num_slots, limits.max_blocks),
-            last_token=ints(limits.num_slots),
+            last_token=ints(limits.num_slots + 1),
             settings=ints(SETTINGS, limits.num_slots),
             seed=longs(limits.num_slots),
         )
@@ -103,7 +103,7 @@ class StagedInputs:
             settings=ints(SETTINGS, rows),
             seed=longs(rows),
             position=longs(rows),
-            out=ints(3 * rows),
+            out=ints(3, rows),
         )
         self._templates: dict[tuple[int, int, int], ForwardBatch] = {}
 
@@ -136,9 +136,13 @@ class StagedInputs:
         lens[layout.rows :] = 1
         return self._batch(rows, layout, size, max_kv=max_kv, lens=lens.copy())
 
-    def settings(self, rows: StepRows) -> SampleRows:
-        """Settings of the sampled rows of the plan that was filled last."""
-        step, number = self.tensors, len(rows.sampled)
+    def filtered(self, rows: StepRows) -> bool:
+        """True if a sampled row has top_k, top_p or min_p set."""
+        return bool(self._filtered[rows.slots[rows.sampled]].any())
+
+    def settings(self, number: int, *, filtered: bool) -> SampleRows:
+        """Settings of the first `number` sampled rows of the plan that was filled last."""
+        step = self.tensors
         floats = step.settings.view(torch.float32)
         return SampleRows(
             temperature=floats[0, :number],
@@ -147,7 +151,7 @@ class StagedInputs:
             min_p=floats[3, :number],
             seed=step.seed[:number],
             position=step.position[:number],
-            filtered=bool(self._filtered[rows.slots[rows.sampled]].any()),
+            filtered=filtered,
         )
 
     def idle(self, size: StepSize, *, decode: bool) -> tuple[Tensor, ForwardBatch]:
@@ -164,6 +168,8 @@ class StagedInputs:
         step.q_indptr[: size.rows + 1] = ends
         step.kv_lens[: size.rows] = ends.diff()
         step.block_table[: size.rows] = self._scratch
+        step.settings[:, : size.rows] = 0
+        step.sample_slots[: size.rows] = self._limits.num_slots
         batch = self._view(size, 0)
         if not decode:
             batch = replace(batch, num_decodes=0, max_q=size.tokens)

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.device.base import Device, Event
-from octavo.kernels.slots import FLAGS, SlotOps
+from octavo.kernels import slots as slots_kernels
+from octavo.kernels.slots import SlotOps
 from octavo.sampling.logprobs import LogprobTensors, launch_logprobs, read_logprobs
 from octavo.sampling.processors import NO_TOKEN, RowRules, process
 from octavo.worker.buffers import StepRows
-from octavo.worker.choose import NOT_FINITE, PROMPT_NOT_FINITE, Chosen, Sample
+from octavo.worker.choose import NOT_FINITE, PROMPT_NOT_FINITE, Chosen, Drawn, Sample
 from octavo.worker.slots import LOGPROBS, POISONED, RULES, Ints, SlotTable
 from octavo.worker.staged import StagedInputs
 
@@ -70,11 +71,12 @@ class StagedChoice:
         return self._chosen
 
     def _read(self) -> Chosen:
-        parts = self._words[: (1 + FLAGS) * self._count].reshape(1 + FLAGS, -1)
+        parts = self._words[:, : self._count]
         tokens: Ints = parts[0].copy()
         bad: dict[int, str] = {}
         if parts[1:].any() or self._poisoned:
-            broken, empty = np.flatnonzero(parts[1]).tolist(), np.flatnonzero(parts[2]).tolist()
+            broken = np.flatnonzero(parts[slots_kernels.NOT_FINITE]).tolist()
+            empty = np.flatnonzero(parts[slots_kernels.NO_TOKEN]).tolist()
             bad = dict.fromkeys(broken, NOT_FINITE)
             for index in self._poisoned:
                 bad.setdefault(index, PROMPT_NOT_FINITE)
@@ -107,23 +109,29 @@ class StagedChooser:
         self._ops = ops
         self._inputs = inputs
         self._slots = slots
-        size = inputs.tensors.out.shape[0]
-        self._staging = [device.staging(size) for _ in range(TURNS)]
+        shape = inputs.tensors.out.shape
+        self._staging = [device.staging(shape.numel()).view(shape) for _ in range(TURNS)]
         self._arrays: list[Ints] = [staging.numpy() for staging in self._staging]
         self._turn = 0
         self._open: deque[StagedChoice] = deque()  # one for each turn that may still be read
 
-    def choose(self, logits: Tensor, rows: StepRows) -> StagedChoice:
+    def choose(self, logits: Tensor | Drawn, rows: StepRows) -> StagedChoice:
         """See `Chooser`. Returns when the device has been given its work."""
         special = self._slots.special[rows.slots[rows.sampled]]
-        self._ops.check(logits, self._inputs.tensors)
         if special.any():
+            logits = logits.logits() if isinstance(logits, Drawn) else logits
             return self._choose_slowly(logits, rows, special)
-        self._draw(logits, rows)
+        if isinstance(logits, Tensor):
+            self.draw(logits, filtered=self._inputs.filtered(rows))
         return self._send(len(rows.sampled))
 
-    def _draw(self, logits: Tensor, rows: StepRows) -> Tensor:
-        tokens = self._sample(logits, self._inputs.settings(rows))
+    def draw(self, logits: Tensor, *, filtered: bool = True) -> Tensor:
+        """Tokens of f32[n, V], by the settings of the first n sampled rows; notes them."""
+        self._ops.check(logits, self._inputs.tensors)
+        return self._draw(logits, filtered)
+
+    def _draw(self, logits: Tensor, filtered: bool) -> Tensor:
+        tokens = self._sample(logits, self._inputs.settings(logits.shape[0], filtered=filtered))
         self._ops.note(tokens, self._inputs.tensors, self._inputs.slots)
         return tokens
 
@@ -131,8 +139,7 @@ class StagedChooser:
         """Gives the copy of tokens and flags to the device."""
         if len(self._open) == TURNS:
             self._open.popleft().result()  # its staging memory is the next to be written
-        words = (1 + FLAGS) * count
-        self._device.copy(self._staging[self._turn][:words], self._inputs.tensors.out[:words])
+        self._device.copy(self._staging[self._turn], self._inputs.tensors.out)
         choice = StagedChoice(self._device.mark(), self._arrays[self._turn], count)
         self._turn = (self._turn + 1) % TURNS
         self._open.append(choice)
@@ -143,6 +150,7 @@ class StagedChooser:
     ) -> StagedChoice:
         """The same where a row asks for more than sampling."""
         slots, chosen = self._slots, rows.slots[rows.sampled]
+        self._ops.check(logits, self._inputs.tensors)
         poisoned = np.flatnonzero(special & POISONED).tolist()
         ruled = [
             (index, slots.rules[int(chosen[index])])
@@ -152,7 +160,7 @@ class StagedChooser:
         # Log-probs are of the model's own logits, which rules are about to change.
         raw = logits[asking] if asking else logits
         self._apply_rules(logits, rows, ruled)
-        tokens = self._draw(logits, rows)
+        tokens = self._draw(logits, self._inputs.filtered(rows))
         values = None
         if asking:
             wants = [slots.wants[int(chosen[index])] for index in asking]
@@ -175,7 +183,6 @@ class StagedChooser:
         num_output = positions - self._slots.num_prompt[rows.slots[rows.sampled]]
         process(logits, at, [rule for _, rule in ruled], num_output[at].tolist())
         # NaN and both infinities fail: a bias may overflow as well as leave nothing.
-        count = len(rows.sampled)
-        empty = self._inputs.tensors.out[2 * count : 3 * count]
+        empty = self._inputs.tensors.out[slots_kernels.NO_TOKEN]
         index = torch.tensor(at, device=logits.device)
         empty[index] = (~torch.isfinite(torch.amax(logits[index], dim=1))).int()

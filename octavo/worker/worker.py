@@ -179,7 +179,6 @@ class Worker:
             flags=bytes([SAMPLE] * len(lengths)),
             tokens=pack([0] * sum(lengths)),
         )
-        runner.step(plan)  # what is compiled or taken on first use, for good
         return self._device.peak_of(lambda: _do(runner, plan))
 
     def _warm_up(self, cache: CachePlan, block_size: int) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def start(folder: Path, device: str, **changes: object) -> tuple[LocalExecutor, 
         "block_size": 16,
         "max_num_seqs": SEQUENCES,
         "max_num_batched_tokens": 64,
-        "num_blocks": 40,
+        "num_blocks": 20,
         "threads": 1,
     }
     if device == "cpu":

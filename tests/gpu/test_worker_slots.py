@@ -31,7 +31,7 @@ def make(device: torch.device) -> tuple[StepTensors, SlotTensors]:
 
     slots = SlotTensors(
         torch.randint(0, 10**6, (SLOTS, BLOCKS), dtype=torch.int32, device=device),
-        torch.randint(0, 10**5, (SLOTS,), dtype=torch.int32, device=device),
+        torch.randint(0, 10**5, (SLOTS + 1,), dtype=torch.int32, device=device),
         torch.randint(-(2**31), 2**31 - 1, (SETTINGS, SLOTS), dtype=torch.int32, device=device),
         torch.randint(-(2**62), 2**62, (SLOTS,), device=device),
     )
@@ -39,7 +39,7 @@ def make(device: torch.device) -> tuple[StepTensors, SlotTensors]:
     step = StepTensors(
         ints(20000), ints(size), ints(size), ints(size), ints(ROWS + 1), ints(ROWS),
         ints(ROWS, BLOCKS), ints(ROWS), ints(ROWS), ints(SETTINGS, ROWS), longs(ROWS),
-        longs(ROWS), ints(3 * ROWS),
+        longs(ROWS), ints(3, ROWS),
     )  # fmt: skip
     return step, slots
 

@@ -77,19 +77,19 @@ def staged_runner(model: FakeModel, device: LaterDevice, *, graphs: bool) -> Run
     # The driver looks here for what a slot's last token is.
     slots.last_token = inputs.slots.last_token.numpy()  # type: ignore[attr-defined]
     attention = FormedAttention()
+    chooser = StagedChooser(fake_sample, device=device, ops=REFERENCE, inputs=inputs, slots=slots)
     forward: Eager | Graphs = Eager(model, attention)  # type: ignore[arg-type]
     if graphs:
-        forward = Graphs(model, attention, forward, inputs, device)  # type: ignore[arg-type]
+        forward = Graphs(
+            model,
+            attention,
+            forward,
+            inputs,
+            device,
+            chooser.draw,
+        )
         forward.capture([1, 2, 5, SLOTS], [8, 30])
-    return Runner(
-        model=model,
-        forward=forward,
-        slots=slots,
-        inputs=inputs,
-        chooser=StagedChooser(
-            fake_sample, device=device, ops=REFERENCE, inputs=inputs, slots=slots
-        ),
-    )
+    return Runner(model=model, forward=forward, slots=slots, inputs=inputs, chooser=chooser)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.slots import ADMIT_WORDS, Layout, Paging, SlotOps, SlotTensors, StepTensors
+from octavo.kernels.slots import (
+    ADMIT_WORDS,
+    NOT_FINITE,
+    Layout,
+    Paging,
+    SlotOps,
+    SlotTensors,
+    StepTensors,
+)
 
 TURN = 256  # tokens or blocks of one turn of a program
 ENTRIES = 128  # of a list that one program works off
@@ -136,19 +144,26 @@ def place_kernel(
         tl.store(seed_ptr + r, tl.load(slot_seed_ptr + own))
         ends = tl.load(packed_ptr + rows + row) + end - begin
         tl.store(position_ptr + r, ends.to(tl.int64))
-        tl.store(out_ptr + sampled + r, 0)
-        tl.store(out_ptr + 2 * sampled + r, 0)
+    else:
+        tl.store(sample_rows_ptr + r, 0)
+        tl.store(sample_slots_ptr + r, num_slots)
+        for word in tl.static_range(4):
+            tl.store(settings_ptr + word * max_rows + r, 0)
+        tl.store(seed_ptr + r, tl.zeros([], tl.int64))
+        tl.store(position_ptr + r, tl.zeros([], tl.int64))
+    tl.store(out_ptr + max_rows + r, 0)
+    tl.store(out_ptr + 2 * max_rows + r, 0)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def check_kernel(logits_ptr, flags_ptr, rows, V, BLOCK: tl.constexpr):
+@triton.jit
+def check_kernel(logits_ptr, flags_ptr, V, BLOCK: tl.constexpr):
     """Flags row `program_id(0)` if one of its chunk of logits is not finite."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits_ptr + row.to(tl.int64) * V + column, mask=column < V, other=0.0)
     wrong = tl.where(tl.abs(value) < float("inf"), 0, 1)
     if tl.max(wrong, 0) > 0:
-        tl.store(flags_ptr + rows + row, 1)
+        tl.store(flags_ptr + row, 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -177,7 +192,7 @@ def update(step: StepTensors, slots: SlotTensors, layout: Layout) -> None:
         layout.admits,
         layout.changes_at,
         layout.admits_at,
-        slots.last_token.shape[0],
+        slots.settings.shape[1],
         slots.blocks.shape[1],
         ADMIT=ADMIT_WORDS,
         BLOCK=ENTRIES,
@@ -212,7 +227,7 @@ def place(
         *size,
         paging.scratch,
         paging.width,
-        slots.last_token.shape[0],
+        slots.settings.shape[1],
         step.kv_lens.shape[0],
         slots.blocks.shape[1],
         P=paging.block_size,
@@ -224,7 +239,7 @@ def check(logits: Tensor, step: StepTensors) -> None:
     """See SlotOps."""
     rows, size = logits.shape
     check_kernel[(rows, triton.cdiv(size, CHUNK))](
-        logits, step.out, rows, size, BLOCK=CHUNK, num_warps=8
+        logits, step.out[NOT_FINITE], size, BLOCK=CHUNK, num_warps=8
     )
 
 

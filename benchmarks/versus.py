@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,6 +72,7 @@ class Engine:
             stderr=log,
             text=True,
             env=environment,
+            start_new_session=True,  # so that all it starts ends with it
         )
         return cls(name, process)
 
@@ -147,7 +149,7 @@ def main() -> None:
                 )
     report(engines, cells)
     for engine in engines:
-        engine.process.terminate()
+        os.killpg(engine.process.pid, signal.SIGKILL)
 
 
 def report(engines: list[Engine], cells: list[Cell]) -> None:

@@ -73,8 +73,8 @@ class EngineArgs(Record):
         "way of keeping weights small; the checkpoint's own if left out",
         kind="str",
         group="Model",
-        only=(None,),
-        remedy="no quantization method is built in yet; leave it out to run in bfloat16.",
+        only=("int8",),
+        remedy="int8 is the only method that is built in; leave it out to run in bfloat16.",
     )
     hf_overrides: dict[str, Any] = option(
         {}, "JSON object laid over the model's config.json", group="Model"

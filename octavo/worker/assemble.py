@@ -47,6 +47,8 @@ _FP8 = MappingProxyType(
 )
 Bytes = Callable[[int, int], None]  # (bytes read, bytes in all)
 
+INT8 = "int8"  # weights in 8 bits, made from those of the checkpoint
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -80,11 +82,15 @@ def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     """The checkpoint and its spec. Raises CheckpointError and ConfigError."""
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
-    if config.quantization is not None or spec.quantization:
-        method = config.quantization or spec.quantization
+    if spec.quantization:
         raise ConfigError(
-            f"quantization {method!r} is not supported; use a checkpoint with weights in bfloat16, "
-            "float16 or float32, or a GGUF file",
+            f"the checkpoint's quantization {spec.quantization!r} is not supported; use a "
+            "checkpoint with weights in bfloat16, float16 or float32, or a GGUF file",
+            "quantization",
+        )
+    if config.quantization not in (None, INT8):
+        raise ConfigError(
+            f"quantization {config.quantization!r} is not known; use {INT8}, or leave it out",
             "quantization",
         )
     return checkpoint, spec
@@ -99,6 +105,7 @@ def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
         cache=None if config.cache_dir is None else Path(config.cache_dir),
         threads=device.threads,
         device=device.name,
+        int8=config.quantization == INT8,
     )
     need = attention_need(
         spec,

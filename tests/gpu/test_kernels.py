@@ -11,7 +11,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton import activation, gemv, norm, rotary
+from octavo.kernels.triton import activation, gemv, norm, rotary, skinny
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -151,6 +151,28 @@ def test_gemv(
         wide = gemv.gemv(x, weight, shift, out_dtype=torch.float32)
         assert wide.dtype == torch.float32
         assert distance(wide, expected) < 1e-5
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("count", [2, 17, 64])
+@pytest.mark.parametrize(("rows", "columns"), [(48, 64), (130, 576), (1000, 1024)])
+def test_skinny(
+    device: torch.device, count: int, rows: int, columns: int, bias: bool, silu: bool
+) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    x, weight = random(device, dtype, count, columns), random(device, dtype, rows, columns)
+    x, weight = x / 4, weight / 4
+    shift = random(device, dtype, rows) if bias else None
+    poison_allocator(device)
+    found = skinny.skinny(x, weight, shift, silu=silu)
+    expected = x.float() @ weight.float().t()
+    if shift is not None:
+        expected += shift.float()
+    if silu:
+        expected = reference.silu_mul(expected)
+    assert found.shape == expected.shape
+    assert distance(found, expected) < bound(device, dtype)
 
 
 def test_poison_is_seen() -> None:

@@ -80,9 +80,12 @@ def test_draws(device: torch.device, scale: float) -> None:
         {"top_k": 3, "top_p": 0.6, "temperature": [0.2, 1.0, 5.0, 0.0, 1.0, 1.0, 1.0, 0.7]},
     ],
 )
-@pytest.mark.parametrize("ties", [False, True])
-def test_filters(device: torch.device, settings: dict[str, object], ties: bool) -> None:
-    logits = torch.randn(8, 9001, device=device) * 2
+@pytest.mark.parametrize(("scale", "ties"), [(2.0, False), (2.0, True), (0.01, False)])
+def test_filters(
+    device: torch.device, settings: dict[str, object], scale: float, ties: bool
+) -> None:
+    """A flat row leaves more tokens than fit into a list of candidates."""
+    logits = torch.randn(8, 9001, device=device) * scale
     if ties:
         logits = logits.round()
     check(logits, make_rows(device, 8, **settings))

@@ -3,7 +3,7 @@
 A program owns BN rows of the weight. It accumulates a tile [BN, BK] elementwise on the CUDA cores
 and sums it once at the end; the tensor cores would have nothing to do. The first tile of weights
 is read before the wait for the row (`launch.py`), so that memory is busy while the kernel before
-ends. From two rows on the vendor's library is faster. Next file: `sample.py`.
+ends. More rows are multiplied elsewhere (`skinny.py`, or the vendor's library).
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class Device(Protocol):
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """A call that does `work` again, and the tensor that holds its result after each call.
 
+        It holds it until the next such call, of this or of another record: they share memory.
         `work` has been done once before. On a GPU this is a captured graph: nothing in `work` may
         wait for the device, and all that it reads must stay where it is.
         """

@@ -19,6 +19,19 @@ from octavo.device.cuda import CudaDevice
 TRITON_FOLDER = "triton"  # of compiled kernels, below the cache folder
 
 
+class _Memory:
+    """Memory of the GPU that its owner may give to others (the CUDA array interface)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = tensor.view(torch.uint8).__cuda_array_interface__
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same contiguous memory without a claim to it: later graphs may use it as well."""
+    memory = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
 class CudaQueue(CudaDevice):
     """GPU `index`; compiled kernels are kept below `cache_dir`."""
 
@@ -65,7 +78,7 @@ class CudaQueue(CudaDevice):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = work()
-        return graph.replay, result
+        return graph.replay, _alias(result)
 
     def peak_of(self, work: Callable[[], None]) -> int:
         """By torch's allocator at its highest, with what libraries took meanwhile."""

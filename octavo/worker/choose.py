@@ -43,9 +43,9 @@ class Choice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that a graph has drawn already, if no row asks for more than sampling."""
+    """Tokens that a graph has drawn already, if no row has filters or asks for more."""
 
-    logits: Callable[[], Tensor]  # f32[S, V] for rows that do
+    logits: Tensor  # f32[S, V] for rows that do
 
 
 class Chooser(Protocol):

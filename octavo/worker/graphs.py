@@ -2,9 +2,9 @@
 
 Steps of few tokens are many small kernels, which a host cannot launch as fast as a GPU runs them.
 A graph holds the launches of one size; a smaller step is filled up with idle rows and tokens,
-which write to a block that nobody owns. A decode step is captured from ids to sampled tokens; rows
-that ask for more than sampling are drawn anew from its hidden states. A step with prompts is
-captured up to the last norm. Steps of many prompt tokens keep the GPU busy and go call by call.
+which write to a block that nobody owns. A decode step is captured from ids to sampled tokens; if a
+row asks for more than that, all are drawn anew from its logits. A step with prompts is captured up
+to the last norm. Steps of many prompt tokens keep the GPU busy and go call by call.
 Not for: inputs (`staged.py`), whose addresses a
 graph keeps. Next file: `worker.py`.
 """
@@ -71,7 +71,7 @@ class CapturableAttention(Protocol):
         """As AttentionBackend's, in a given form; reads lengths on the device alone."""
 
 
-Captured = tuple[Callable[[], None], Tensor]  # replay, and what then holds the hidden states
+Captured = tuple[Callable[[], None], Tensor]  # replay, and what then holds the result
 MIXED_ROWS = 64  # of a captured step with prompts; one at least is idle
 LONG_CONTEXT = 2048  # of a decode row, from which it should be split
 
@@ -143,17 +143,19 @@ class Graphs:
                 lens = batch.kv_lens_host
                 assert lens is not None
                 form = self._attention.choose(lens[:number])
-                replay, hidden = self._decode[batch.num_rows, form]
+                replay, found = self._decode[batch.num_rows, form]
             case "mixed":
-                replay, hidden = self._mixed[batch.num_tokens]
+                replay, found = self._mixed[batch.num_tokens]
             case _:
                 return self._eager.logits(input_ids, batch, rows)
         replay()
         if len(rows.sampled) == 0:
             return None
-        if len(rows.sampled) == rows.num_tokens:
-            return Drawn(lambda: self._model.logits(hidden[:number]))
-        return self._model.logits(hidden.index_select(0, batch.sample_rows))
+        if rows.longest > 1:
+            return self._model.logits(found.index_select(0, batch.sample_rows))
+        if len(rows.sampled) == number:
+            return Drawn(found[:number])
+        return found.index_select(0, batch.sample_rows)
 
     def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """See `Forward`."""
@@ -178,9 +180,11 @@ class Graphs:
         def work() -> Tensor:
             attn = self._attention.plan(batch, form)
             hidden = self._model.hidden(ids, replace(batch, attn=attn))
-            if draw:
-                self._draw(self._model.logits(hidden))
-            return hidden
+            if not draw:
+                return hidden
+            logits = self._model.logits(hidden)
+            self._draw(logits)
+            return logits
 
         work()
         return self._device.record(work)

@@ -118,14 +118,17 @@ class StagedChooser:
     def choose(self, logits: Tensor | Drawn, rows: StepRows) -> StagedChoice:
         """See `Chooser`. Returns when the device has been given its work."""
         special = self._slots.special[rows.slots[rows.sampled]]
+        filtered = self._inputs.filtered(rows)
+        if isinstance(logits, Drawn):
+            if not filtered and not special.any():
+                return self._send(len(rows.sampled))
+            logits = logits.logits
         if special.any():
-            logits = logits.logits() if isinstance(logits, Drawn) else logits
             return self._choose_slowly(logits, rows, special)
-        if isinstance(logits, Tensor):
-            self.draw(logits, filtered=self._inputs.filtered(rows))
+        self.draw(logits, filtered=filtered)
         return self._send(len(rows.sampled))
 
-    def draw(self, logits: Tensor, *, filtered: bool = True) -> Tensor:
+    def draw(self, logits: Tensor, *, filtered: bool = False) -> Tensor:
         """Tokens of f32[n, V], by the settings of the first n sampled rows; notes them."""
         self._ops.check(logits, self._inputs.tensors)
         return self._draw(logits, filtered)

@@ -81,6 +81,9 @@ class Device(Protocol):
         wait for the device, and all that it reads must stay where it is.
         """
 
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Makes ready what `work` needs, such as compiled kernels; its results are garbage."""
+
     def peak_of(self, work: Callable[[], None]) -> int:
         """Does `work`; bytes of the device that it took for a while beyond those held before."""
 

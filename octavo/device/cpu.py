@@ -128,6 +128,9 @@ class CpuDevice:
 
         return replay, result
 
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Nothing: kernels are compiled when they are loaded."""
+
     def peak_of(self, work: Callable[[], None]) -> int:
         """Not measured: the cache takes a share of memory that leaves room enough."""
         work()

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from octavo.device.cuda import CudaDevice
+from octavo.kernels.triton.ahead import compile_ahead
 
 TRITON_FOLDER = "triton"  # of compiled kernels, below the cache folder
 
@@ -79,6 +80,13 @@ class CudaQueue(CudaDevice):
         with torch.cuda.graph(graph, pool=self._pool):
             result = work()
         return graph.replay, _alias(result)
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Compiles the kernels of `work` side by side."""
+        problem = compile_ahead(work)
+        if problem:
+            self.notes += (f"kernels: not all compiled ahead: {problem}",)
+        self.synchronize()
 
     def peak_of(self, work: Callable[[], None]) -> int:
         """By torch's allocator at its highest, with what libraries took meanwhile."""

@@ -120,6 +120,15 @@ class Graphs:
         self._rows, self._tokens = sorted(rows), sorted(tokens)
         return len(self._decode) + len(self._mixed)
 
+    @torch.inference_mode()
+    def rehearse(self, rows: list[int]) -> None:
+        """Does once, without capturing, what decode steps of so many rows do."""
+        self._attention.reserve(max(rows))
+        for count in rows:
+            idle = self._inputs.idle(StepSize(count, count), decode=True)
+            for form in self._attention.forms:
+                self._work(*idle, form, draw=True)
+
     def size(self, rows: StepRows) -> StepSize:
         """The next size that is captured, or the plan's own if the step is not replayed."""
         number = len(rows.slots)
@@ -177,17 +186,18 @@ class Graphs:
     def _capture(
         self, ids: Tensor, batch: ForwardBatch, form: str | None, *, draw: bool
     ) -> Captured:
-        def work() -> Tensor:
-            attn = self._attention.plan(batch, form)
-            hidden = self._model.hidden(ids, replace(batch, attn=attn))
-            if not draw:
-                return hidden
-            logits = self._model.logits(hidden)
-            self._draw(logits)
-            return logits
+        self._work(ids, batch, form, draw=draw)
+        return self._device.record(lambda: self._work(ids, batch, form, draw=draw))
 
-        work()
-        return self._device.record(work)
+    def _work(self, ids: Tensor, batch: ForwardBatch, form: str | None, *, draw: bool) -> Tensor:
+        """Logits if tokens are drawn, else hidden states."""
+        attn = self._attention.plan(batch, form)
+        hidden = self._model.hidden(ids, replace(batch, attn=attn))
+        if not draw:
+            return hidden
+        logits = self._model.logits(hidden)
+        self._draw(logits)
+        return logits
 
 
 def ladder(largest: int) -> list[int]:

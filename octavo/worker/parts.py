@@ -31,6 +31,12 @@ class Parts:
     graphs: Graphs | None
     note: str  # why there are no graphs, or how many can be
 
+    def rehearse(self) -> None:
+        """Does once what decode steps of some sizes do."""
+        if self.graphs is not None:
+            largest = self.limits.max_rows
+            self.graphs.rehearse([size for size in (largest, 64, 8, 2, 1) if size <= largest])
+
     def capture(self) -> str:
         """Captures graphs of steps within the limits; a line that says so."""
         limits = self.limits

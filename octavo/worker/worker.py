@@ -168,18 +168,17 @@ class Worker:
         longest = choices.spec.max_model_len
         if config.max_model_len is not None and config.max_model_len > 0:
             longest = min(longest, config.max_model_len)
-        runner = self._make_parts(model, choices, 1, longest).runner
-        lengths = largest_step(config.max_num_seqs, config.max_num_batched_tokens, longest)
-        plan = StepPlan(
-            step=0,
-            epoch=0,
-            slots=pack(range(len(lengths))),
-            starts=pack([0] * len(lengths)),
-            lengths=pack(lengths),
-            flags=bytes([SAMPLE] * len(lengths)),
-            tokens=pack([0] * sum(lengths)),
-        )
-        return self._device.peak_of(lambda: _do(runner, plan))
+        parts = self._make_parts(model, choices, 1, longest)
+        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        small = _plan_of(largest_step(rows, min(tokens, 2 * rows + 64), longest))
+        largest = _plan_of(largest_step(rows, tokens, longest))
+
+        def rehearsal() -> None:
+            parts.runner.step(small)
+            parts.rehearse()
+
+        self._device.rehearse(rehearsal)
+        return self._device.peak_of(lambda: _do(parts.runner, largest))
 
     def _warm_up(self, cache: CachePlan, block_size: int) -> tuple[str, ...]:
         """A short prompt, then one more token: what is made on first use is made now.
@@ -248,6 +247,19 @@ def largest_step(max_rows: int, max_tokens: int, max_length: int) -> list[int]:
         lengths[row] += more
         left -= more
     return lengths
+
+
+def _plan_of(lengths: list[int]) -> StepPlan:
+    """Prompts of tokens 0, all in the first block."""
+    return StepPlan(
+        step=0,
+        epoch=0,
+        slots=pack(range(len(lengths))),
+        starts=pack([0] * len(lengths)),
+        lengths=pack(lengths),
+        flags=bytes([SAMPLE] * len(lengths)),
+        tokens=pack([0] * sum(lengths)),
+    )
 
 
 def _do(runner: Runner, plan: StepPlan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,8 +116,9 @@ def executor_of(
         return replace(choose(*args), attention=FormedSdpa())  # type: ignore[arg-type]
 
     monkeypatch.setattr(worker_module, "choose", choose_formed)
+    settings: dict[str, object] = {"num_blocks": 20, "max_model_len": 64}
     config: WorkerConfig = config_of(
-        folder, kernels="reference", dtype="float32", num_blocks=20, max_model_len=64, **changes
+        folder, kernels="reference", dtype="float32", **(settings | changes)
     )
     executor = LocalExecutor(config)
     executor._worker = Worker(config, device)
@@ -262,3 +264,43 @@ def test_the_largest_step_is_as_large_as_can_be() -> None:
     assert largest_step(2, 100, 50) == [50, 50]
     assert largest_step(8, 4, 50) == [1, 1, 1, 1]
     assert largest_step(1, 100, 30) == [30]
+
+
+class Measured(LaterDevice):
+    """Its memory is its own, and the largest step takes a tenth of it."""
+
+    own_memory = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rehearsed = 0
+
+    def total_memory(self) -> int:
+        return 2**30
+
+    def free_memory(self) -> int:
+        return 2**30
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        self.rehearsed += 1
+        work()
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        work()
+        return 2**30 // 10
+
+
+def test_the_cache_takes_what_the_largest_step_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Measured()
+    folder = write_tiny(tmp_path, seed=1)
+    executor, info = executor_of(folder, device, monkeypatch, num_blocks=None, memory_fraction=0.8)
+    assert device.rehearsed == 1
+    per_block = BLOCK_SIZE * 2 * 2 * 2 * 16 * 4
+    assert info.num_blocks == (int(0.8 * 2**30) - 2**30 // 10 - 2**29) // per_block
+    phases = [phase for phase, _ in info.timings]
+    assert phases[-4:] == ["profile", "cache", "warm-up", "graphs"]
+    requests = requests_of(random.Random(4), 6)
+    got = serve(executor, info, requests, depth=2)
+    assert all(one.reason in ("stop", "length") for one in got.values())

@@ -3,8 +3,8 @@
     python benchmarks/versus.py --model FOLDER --peer-python PEER/bin/python [--rounds 3]
 
 Each round runs every cell on both engines, in an order that alternates, and prints the median of
-each and their ratio. While one engine works the other is idle; the share of the machine that
-*others* used in a cell is printed too, since only quiet cells can be believed.
+each and their ratio. While one engine works the other is stopped. The number of busy cores in
+each cell is printed too: more than the engine has threads means that others were at work.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Engine:
         return answer
 
     def run(self, cell: Cell) -> tuple[float, float]:
-        """The value, and the cores that everything on the machine but nobody's idle loop used."""
+        """The value, and how many cores of the machine were busy meanwhile."""
         assert self.process.stdin is not None
+        os.killpg(self.process.pid, signal.SIGCONT)
         busy, start = _busy_seconds(), time.monotonic()
         print(
             json.dumps({"cell": cell.method, "args": [cell.argument]}),
@@ -95,7 +96,12 @@ class Engine:
         )
         value = self.reply()["value"]
         cores = (_busy_seconds() - busy) / (time.monotonic() - start)
+        self.freeze()
         return value, cores
+
+    def freeze(self) -> None:
+        """Stops all its threads, so that none spins while the other engine is measured."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
 
 
 def _busy_seconds() -> float:
@@ -132,6 +138,7 @@ def main() -> None:
         engines.append(Engine.start("peer", args.peer_python, "vllm", peer))
     for engine in engines:
         print(f"{engine.name}: loaded in {engine.reply()['load_s']:.1f} s", flush=True)
+        engine.freeze()
     cells = [cell for cell in CELLS if not args.cells or args.cells in cell.name]
     for cell in cells:  # the first run of a cell warms up caches and is not counted
         for engine in engines:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 
 from octavo.collect import OutputCollector
-from octavo.errors import EngineDead, InvalidRequest
+from octavo.errors import ConfigError, EngineDead, InvalidRequest
 from octavo.frontend import Frontend
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs
@@ -38,9 +39,19 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, start_engine_loop: bool = True, **later: object
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: None = None,
     ) -> AsyncLLMEngine:
-        """Opens the model; its process starts with the first request, or with `start`."""
+        """Opens the model; its process starts with the first request, or with `start`.
+
+        `start_engine_loop` and `usage_context` are taken for the sake of existing programs: there
+        is no loop to start before the first request, and no usage is reported to anybody.
+        """
+        if stat_loggers is not None:
+            raise ConfigError("stat_loggers: not offered; read the metrics.", "stat_loggers")
         return cls(engine_args)
 
     @property
@@ -63,7 +74,7 @@ class AsyncLLMEngine:
         """Why the engine died."""
         if self._supervisor is not None and self._supervisor.failure.done():
             return self._supervisor.failure.result()
-        return EngineDead("the engine is not dead")
+        return EngineDead("the engine is starting again")
 
     async def start(self) -> TextEngine:
         """Starts the engine's process once, and waits until it takes requests."""
@@ -103,10 +114,11 @@ class AsyncLLMEngine:
             arrival=arrival,
             priority=priority,
         )
-        async for delta in deltas:
-            output = collector.add(delta)
-            if output is not None:
-                yield output
+        async with aclosing(deltas):
+            async for delta in deltas:
+                output = collector.add(delta)
+                if output is not None:
+                    yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Ends requests by the ids that `generate` got; their generators end with `abort`."""
@@ -125,7 +137,7 @@ class AsyncLLMEngine:
         return self._frontend.tokenizer
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False if some are in use."""
+        """Forgets all cached prefixes; blocks in use stay with their sequences."""
         result = await (await self.start()).control("reset_prefix_cache")
         return result.get("reset") == "true"
 
@@ -156,9 +168,14 @@ class AsyncLLMEngine:
     async def _launch(self) -> TextEngine:
         metrics = Metrics(
             self._args.model,
-            max_model_len=int(self._frontend.checkpoint.config.get("max_position_embeddings", 1)),
+            max_model_len=self._frontend.longest or 1,
         )
-        self._supervisor = Supervisor(self._frontend.worker, self._frontend.scheduler, metrics.step)
+        self._supervisor = Supervisor(
+            self._frontend.worker,
+            self._frontend.scheduler,
+            on_stats=metrics.step,
+            on_death=metrics.core_died,
+        )
         await self._supervisor.start()
         try:
             await self._supervisor.ready()
@@ -175,4 +192,5 @@ class AsyncLLMEngine:
             metrics=metrics,
             generation_defaults=self._frontend.sampling_defaults,
             settings=[(n, str(v), s) for n, v, s in self._args.effective()],
+            seed=self._args.seed if "seed" in self._args.sources else None,
         )

@@ -2,7 +2,7 @@
 
 `SchedulerConfig` and `WorkerConfig` are what the two halves of the engine get; they are made by
 `resolve.py` from the options a person sets (`options.py`), after every "auto" has been decided.
-This is the only module, with `options.py`, that reads `os.environ`.
+Not for: reading variables of the environment, which `options.py` alone does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WorkerConfig:
     kv_cache_memory_bytes: int | None = None
     memory_fraction: float = 0.92  # --gpu-memory-utilization
     attention_backend: str = "auto"
-    kernels: str = "auto"  # auto, native, reference
+    kernels: str = "auto"  # auto, native, onednn, triton, reference
     enforce_eager: bool = False  # no graphs
     threads: int | None = None  # None: OMP_NUM_THREADS, else the physical cores
     cache_dir: str | None = None  # of built kernels; None: ~/.cache/octavo

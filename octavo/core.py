@@ -26,6 +26,7 @@ class CoreSettings:
     """All that a core's process is told. Sizes in `scheduler` that the worker finds are zero."""
 
     addresses: Addresses
+    parent: int  # process id of the API process
     worker: WorkerConfig
     scheduler: SchedulerConfig
 
@@ -60,6 +61,7 @@ def main() -> int:
     try:
         return run(
             settings.addresses,
+            settings.parent,
             lambda report: build_core(settings.worker, settings.scheduler, report),
         )
     except OctavoError:

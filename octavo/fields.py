@@ -35,6 +35,7 @@ class Option:
     env: tuple[str, ...] = ()  # variables that set it, the first one found wins
     env_scale: int = 1  # a number from the environment is multiplied by it
     choices: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()  # other words for choices, and the choice meant
     words: tuple[str, ...] = ()  # texts that are allowed where a number is expected
     minimum: float | None = None
     maximum: float | None = None
@@ -78,12 +79,21 @@ def parse(details: Option, text: str, label: str) -> object:
             return False
         raise ConfigError(f"{label} is {text!r}, but must be true or false.")
     if details.kind == "str":
-        return text
+        return normal(details, text)
     if details.kind == "list":
         return [part.strip() for part in text.split(",") if part.strip()]
     if details.kind == "json":
         return _parse_json(text, label)
     return _parse_number(details, text, label)
+
+
+def normal(details: Option, value: object) -> object:
+    """The one form of a value that may be written in several: choices in any case, aliases."""
+    if not isinstance(value, str) or not details.choices:
+        return value
+    lowered = value.lower()
+    chosen = lowered if lowered in details.choices else value
+    return dict(details.aliases).get(chosen, chosen)
 
 
 def _parse_json(text: str, label: str) -> object:
@@ -162,8 +172,9 @@ class Record:
     """Base of the option records: remembers where each value came from.
 
     A value that the caller did not give is taken from the environment, then from a file, then
-    from the field's default. `sources` says which: "argument", "flag", "environment NAME",
-    "file NAME" or "default".
+    from the field's default; texts of flags, variables and files become values by `parse`.
+    `sources` says where each came from: "argument", "flag", "environment NAME", "file NAME" or
+    "default".
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -193,15 +204,19 @@ class Record:
             if name in flags:
                 record.sources[name] = "flag"
             elif name in file and name not in record.sources:
-                setattr(record, name, file[name])
+                value = file[name]
+                if isinstance(value, str):
+                    value = parse(known[name], value, f"{name} (in {file_name})")
+                setattr(record, name, normal(known[name], value))
                 record.sources[name] = f"file {file_name}"
         return record
 
     def fill(self, environ: Mapping[str, str]) -> None:
-        """Takes from the environment what the caller did not give."""
+        """Takes from the environment what the caller did not give, and normalizes the rest."""
         refuse_dead_variables(environ)
         for name, details in options_of(type(self)).items():
             if name in self.sources:
+                setattr(self, name, normal(details, self.__dict__[name]))
                 continue
             for variable in details.env:
                 if environ.get(variable, "") == "":

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.checkpoint.records import Checkpoint
 from octavo.config import SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.options import EngineArgs
 from octavo.prompts import EncodedPrompt
-from octavo.pulling import locate
+from octavo.pulling import locate, open_named
 from octavo.resolve import planned_scheduler, worker_config
+from octavo.sampling_params import SamplingParams
 from octavo.text.chat import ChatTemplate, validate_messages
 from octavo.text.tokenizer import Tokenizer
 
@@ -30,6 +30,7 @@ class Frontend:
     """An opened model, as seen from the side of text."""
 
     checkpoint: Checkpoint
+    longest: int | None  # context that the model was made for, in tokens
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     sampling_defaults: dict[str, Any]
@@ -42,10 +43,12 @@ class Frontend:
         args.check()
         checkpoint = locate(args)
         tokenizer = _tokenizer(args, checkpoint)
-        longest = checkpoint.config.get("max_position_embeddings")
+        config = {**checkpoint.config, **args.hf_overrides}
+        longest = config.get("max_position_embeddings")
         worker = worker_config(args, str(checkpoint.path), model_max_len=longest)
         return cls(
             checkpoint=checkpoint,
+            longest=longest,
             tokenizer=tokenizer,
             chat_template=_template(chat_template, checkpoint, tokenizer),
             sampling_defaults=_sampling_defaults(args, checkpoint),
@@ -86,7 +89,7 @@ class Frontend:
 def _tokenizer(args: EngineArgs, checkpoint: Checkpoint) -> Tokenizer:
     if args.tokenizer is None:
         return Tokenizer.from_checkpoint(checkpoint)
-    other = open_checkpoint(args.tokenizer, revision=args.tokenizer_revision, weights=False)
+    other = open_named(args.tokenizer, args, revision=args.tokenizer_revision)
     return Tokenizer.from_checkpoint(other)
 
 
@@ -114,6 +117,18 @@ def _sampling_defaults(args: EngineArgs, checkpoint: Checkpoint) -> dict[str, An
     elif args.generation_config == "auto":
         found = checkpoint.generation
     else:
-        found = open_checkpoint(args.generation_config, weights=False).generation
+        found = open_named(args.generation_config, args).generation
+    for name in args.override_generation_config:
+        if name not in SAMPLING_DEFAULTS:
+            raise ConfigError(
+                f"--override-generation-config: {name} cannot be set there; "
+                f"use {', '.join(SAMPLING_DEFAULTS)}.",
+                "override_generation_config",
+            )
     merged = {**found, **args.override_generation_config}
-    return {name: merged[name] for name in SAMPLING_DEFAULTS if merged.get(name) is not None}
+    defaults = {name: merged[name] for name in SAMPLING_DEFAULTS if merged.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise ConfigError(f"sampling defaults of the model: {error.message}") from None
+    return defaults

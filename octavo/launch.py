@@ -22,6 +22,7 @@ from octavo.errors import OctavoError
 from octavo.frontend import Frontend
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
+from octavo.resolve import notes
 from octavo.server.app import create_app
 from octavo.server.run import Listen
 from octavo.server.run import serve as serve_http
@@ -58,7 +59,9 @@ def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
 
 async def _serve(launch: Launch, frontend: Frontend) -> int:
     metrics = _metrics(launch, frontend)
-    supervisor = Supervisor(frontend.worker, frontend.scheduler, metrics.step)
+    supervisor = Supervisor(
+        frontend.worker, frontend.scheduler, on_stats=metrics.step, on_death=metrics.core_died
+    )
     await supervisor.start()
     try:
         engine = _text_engine(launch, frontend, supervisor, metrics)
@@ -84,7 +87,8 @@ async def _until_end(
     http: asyncio.Task[None],
 ) -> int:
     """Waits for a signal or a failure, whichever comes first; drains after a signal."""
-    stopping = asyncio.create_task(_stop_event().wait())
+    stop, hurry = _signals()
+    stopping = asyncio.create_task(stop.wait())
     first: set[asyncio.Future[Any]] = {stopping, http, supervisor.failure}
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -94,18 +98,22 @@ async def _until_end(
         await asyncio.sleep(0.5)  # open streams get their error event first
         raise supervisor.failure.result()
     logger.info("event=draining open=%d", engine.num_open)
-    cut = await engine.drain(launch.server.shutdown_timeout)
+    cut = await engine.drain(launch.server.shutdown_timeout, hurry)
     logger.info("event=drained cut=%d", cut)
     await asyncio.sleep(0.1)  # last events leave before the sockets close
     return 0
 
 
-def _stop_event() -> asyncio.Event:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGTERM or Ctrl-C: end politely, end now."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop, hurry
 
 
 async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) -> None:
@@ -115,7 +123,7 @@ async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) ->
     except OctavoError:
         return  # the failure is dealt with where it is awaited
     metrics.set_cache_config(_cache_config(info, launch.engine))
-    for note in info.notes:
+    for note in notes(launch.engine, info):
         logger.info("event=choice %s", note)
     for phase, seconds in info.timings:
         logger.info("event=started phase=%s seconds=%.2f", phase, seconds)
@@ -185,7 +193,7 @@ def _names(launch: Launch) -> tuple[str, ...]:
 def _metrics(launch: Launch, frontend: Frontend) -> Metrics:
     longest = frontend.worker.max_model_len or 0
     if longest < 1:
-        longest = int(frontend.checkpoint.config.get("max_position_embeddings", 2048))
+        longest = frontend.longest or 2048
     return Metrics(
         _names(launch)[0],
         max_model_len=longest,

@@ -6,23 +6,21 @@ Not for: serving several callers at once (`async_engine.py`, `octavo serve`).
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any, TypeAlias, cast
 
 from octavo.collect import OutputCollector
 from octavo.core import build_core
 from octavo.errors import InvalidRequest
+from octavo.expand import Scheduling, expand, request_seeds
 from octavo.frontend import Frontend
 from octavo.options import EngineArgs
 from octavo.outputs import RequestOutput
 from octavo.prompts import EncodedPrompt, PromptType, check_length, encode_prompt, is_single
 from octavo.sampling_params import SamplingParams
 from octavo.text.assembler import Assembler
-from octavo.types import AddRequest
 
 Message: TypeAlias = dict[str, Any]
 
@@ -64,7 +62,7 @@ class LLM:
             self._frontend.worker, self._frontend.scheduler, report=lambda _: None
         )
         self._numbers = itertools.count()
-        self._seeds = Random(secrets.randbits(64))
+        self._seeds = request_seeds(args.seed if "seed" in args.sources else None)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
@@ -75,7 +73,7 @@ class LLM:
         return SamplingParams(**self._frontend.sampling_defaults)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False if some are in use."""
+        """Forgets all cached prefixes; blocks in use stay with their sequences."""
         return self._core.control("reset_prefix_cache", {}).get("reset") == "true"
 
     def shutdown(self) -> None:
@@ -87,7 +85,7 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool = True,
         lora_request: None = None,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
@@ -100,13 +98,13 @@ class LLM:
         single = is_single(prompts)
         every = [cast(PromptType, prompts)] if single else list(cast(Sequence[PromptType], prompts))
         encoded = [encode_prompt(prompt, self._frontend.tokenizer) for prompt in every]
-        return self._run(encoded, sampling_params, priority, bool(use_tqdm))
+        return self._run(encoded, sampling_params, priority, use_tqdm)
 
     def chat(
         self,
         messages: list[Message] | Sequence[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: bool = True,
         lora_request: None = None,
         priority: list[int] | None = None,
         *,
@@ -118,6 +116,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list of conversations."""
         _refuse_lora(lora_request)
+        if not messages:
+            raise InvalidRequest("messages is empty; send at least one message.", "messages")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         encoded = [
             self._frontend.encode_chat(
@@ -130,7 +130,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(encoded, sampling_params, priority, bool(use_tqdm))
+        return self._run(encoded, sampling_params, priority, use_tqdm)
 
     def _run(
         self,
@@ -148,12 +148,11 @@ class LLM:
         for prompt, own in zip(prompts, every, strict=True):
             own.check_model(vocab_size=self.info.vocab_size, max_logprobs=self._args.max_logprobs)
             check_length(len(prompt.ids), self.info.max_model_len, None)
-        requests = [
-            self._add(prompt, own, rank)
-            for prompt, own, rank in zip(prompts, every, priorities, strict=True)
-        ]
-        by_id = {i: request for request in requests for i in request.assemblers}
+        requests: list[_Running] = []
+        by_id: dict[str, _Running] = {}
         try:
+            for prompt, own, rank in zip(prompts, every, priorities, strict=True):
+                requests.append(self._add(prompt, own, rank, by_id))
             for request in _progress(self._finished(by_id), len(requests), progress):
                 assert request.output is not None
         finally:
@@ -176,31 +175,32 @@ class LLM:
             )
         return list(params)
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams, priority: int) -> _Running:
+    def _add(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        priority: int,
+        by_id: dict[str, _Running],
+    ) -> _Running:
         number = str(next(self._numbers))
-        seed = self._seeds.getrandbits(64)
-        room = self.info.max_model_len - len(prompt.ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         tokenizer = self._frontend.tokenizer
-        eos_ids = tokenizer.eos_ids
-        assemblers = {}
-        for index in range(params.n):
-            sequence = f"{number}-{index}"
-            assemblers[sequence] = Assembler(tokenizer, params, index=index, eos_ids=eos_ids)
-            token_params = params.to_token_params(
-                tokenizer, eos_ids=eos_ids, max_tokens=max_tokens, index=index, seed=seed
+        sequences = expand(
+            prompt.ids,
+            params,
+            Scheduling(time.monotonic(), priority),
+            group=number,
+            tokenizer=tokenizer,
+            max_model_len=self.info.max_model_len,
+            seed=self._seeds.getrandbits(64),
+        )
+        running = _Running(OutputCollector(number, prompt.text, prompt.ids, params), {})
+        for index, sequence in enumerate(sequences):
+            running.assemblers[sequence.id] = Assembler(
+                tokenizer, params, index=index, eos_ids=tokenizer.eos_ids
             )
-            self._core.add(
-                AddRequest(
-                    id=sequence,
-                    prompt_ids=prompt.ids,
-                    params=token_params,
-                    arrival=time.monotonic(),
-                    group=number,
-                    priority=priority,
-                )
-            )
-        return _Running(OutputCollector(number, prompt.text, prompt.ids, params), assemblers)
+            by_id[sequence.id] = running
+            self._core.add(sequence)
+        return running
 
     def _finished(self, by_id: dict[str, _Running]) -> Iterator[_Running]:
         """Steps the core until nothing of this call is left; gives each request as it ends."""

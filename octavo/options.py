@@ -3,7 +3,7 @@
 `EngineArgs` is what an engine needs, `ServerArgs` what the HTTP server adds. Names and defaults
 are those of vLLM where they mean the same. A value that this build cannot honour is refused by
 `check`, with the option, the value and the remedy; nothing is ignored.
-This is the only module, with `config.py`, that reads `os.environ`.
+This is the only module that reads `os.environ`.
 Not for: deciding what "auto" means (`resolve.py`), parsing a command line (`cli/flags.py`).
 Next file: `resolve.py`.
 """
@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.fields import Record, absent, option, options_of, unknown_name
+from octavo.fields import Record, absent, flag_of, option, options_of, unknown_name
 
 DEFAULT_MODEL = "smollm2-135m"
 ONE_DEVICE = "this build runs a model on one CPU device; use 1, and start more servers for more."
-DTYPE_WORDS = {"half": "float16", "float": "float32"}
 GIB = 2**30
 
 
@@ -67,14 +66,16 @@ class EngineArgs(Record):
         "number format of weights and activations; auto is bfloat16 where the CPU computes it",
         group="Model",
         choices=("auto", "bfloat16", "float16", "float32", "half", "float"),
+        aliases=(("half", "float16"), ("float", "float32")),
     )
     quantization: str | None = option(
         None,
-        "way of keeping weights small; the checkpoint's own if left out",
+        "int8 packs the weights in 8 bits while they load (bfloat16 on the CPU's native kernels; "
+        "answers may differ); they stay in --dtype if left out",
         kind="str",
         group="Model",
         only=("int8",),
-        remedy="int8 is the only method that is built in; leave it out to run in bfloat16.",
+        remedy="int8 is the only method that is built in; leave it out to keep weights in --dtype.",
     )
     hf_overrides: dict[str, Any] = option(
         {}, "JSON object laid over the model's config.json", group="Model"
@@ -300,7 +301,16 @@ class EngineArgs(Record):
 
     def __post_init__(self) -> None:
         self.fill(os.environ)
-        self.dtype = DTYPE_WORDS.get(self.dtype, self.dtype)
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that cannot be honoured."""
+        super().check()
+        if self.tokenizer_revision is not None and self.tokenizer is None:
+            raise ConfigError(
+                f"{self.label('tokenizer_revision')}: it is the revision of --tokenizer, which is "
+                "not set; the model's own tokenizer is of --revision.",
+                "tokenizer_revision",
+            )
 
 
 @dataclass
@@ -445,7 +455,17 @@ class ServerArgs(Record):
 
     def __post_init__(self) -> None:
         self.fill(os.environ)
-        self.log_level = self.log_level.lower()
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that cannot be honoured."""
+        super().check()
+        for name, other in (("ssl_keyfile", "ssl_certfile"), ("ssl_certfile", "ssl_keyfile")):
+            if self.__dict__[name] and not self.__dict__[other]:
+                raise ConfigError(
+                    f"{self.label(name)}: HTTPS needs {flag_of(other)} as well; give the same file "
+                    "twice if it holds both key and certificate.",
+                    other,
+                )
 
 
 AsyncEngineArgs = EngineArgs

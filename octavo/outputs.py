@@ -21,18 +21,6 @@ class Logprob:
 
 
 @dataclass(slots=True)
-class RequestMetrics:
-    """When things happened to a request, in `time.monotonic()` seconds; None is not yet."""
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    finished_time: float | None = None
-    num_preemptions: int = 0
-
-
-@dataclass(slots=True)
 class CompletionOutput:
     """One choice of a request."""
 
@@ -65,7 +53,7 @@ class RequestOutput:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
         outputs: list[CompletionOutput],
         finished: bool,
-        metrics: RequestMetrics | None = None,
+        metrics: None = None,
         lora_request: object | None = None,
         encoder_prompt: str | None = None,
         encoder_prompt_token_ids: list[int] | None = None,

@@ -25,6 +25,7 @@ from octavo.types import TokenParams
 MAX_CHOICES = 128
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LIST = 1024  # entries of logit_bias, bad_words, stop, stop_token_ids, logprob_token_ids
+MAX_ALLOWED = 2**20  # entries of allowed_token_ids: more than any vocabulary has
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy: the division would overflow
 
 # name: (least, greatest, least is allowed itself)
@@ -168,8 +169,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if self.logprob_token_ids and self.logprobs is None:
                 _refuse("logprob_token_ids", self.logprob_token_ids, "set logprobs as well")
         if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids, None)
-            if not self.allowed_token_ids:
+            ids = _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
+            self.allowed_token_ids = list(dict.fromkeys(ids))  # once here, not for each choice
+            if not ids:
                 _refuse("allowed_token_ids", [], "name at least one token id, or leave it out")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
@@ -180,9 +182,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """
         values = msgspec.structs.asdict(self)
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in values[name] or ():
-                if token >= vocab_size:
-                    _refuse(name, token, f"token ids of this model are 0 to {vocab_size - 1}")
+            last = max(values[name] or (), default=0)
+            if last >= vocab_size:
+                _refuse(name, last, f"token ids of this model are 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = values[name]
             if wanted is None or max_logprobs == -1:
@@ -221,7 +223,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
-            allowed_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
+            allowed_ids=tuple(self.allowed_token_ids or ()),
             bad_words=self._bad_word_ids(tokenizer),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
@@ -310,11 +312,13 @@ def _texts(name: str, value: object) -> list[str]:
     return list(value)
 
 
-def _ids(name: str, value: object, limit: int | None) -> list[int]:
+def _ids(name: str, value: object, limit: int) -> list[int]:
     if not isinstance(value, (list, tuple)):
         _refuse(name, value, "use a list of token ids")
-    if limit is not None and len(value) > limit:
+    if len(value) > limit:
         _refuse(name, f"a list of {len(value)}", f"use at most {limit} token ids")
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31:
+        return list(value)  # the usual case; a list may be as long as the vocabulary
     return [_integer(name, token, 0, 2**31 - 1) for token in value]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -41,24 +42,28 @@ class Supervisor:
         self,
         worker: WorkerConfig,
         scheduler: SchedulerConfig,
+        *,
         on_stats: Callable[[StepStats], None] | None = None,
+        on_death: Callable[[], None] | None = None,
     ) -> None:
+        """`on_stats` gets each step's figures, `on_death` is called when a core has died."""
         self._worker = worker
         self._scheduler = scheduler
         self._on_stats = on_stats
+        self._on_death = on_death
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._folder: Path | None = None
         self._watch: asyncio.Task[None] | None = None
         self._restarts: list[float] = []
         self._stopping = False
-        self._restarting = False
+        self._has_served = False
         self.failure: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
 
     @property
     def restarting(self) -> bool:
         """True from the death of a core until the next one takes requests."""
-        return self._restarting and not self.client.ready.is_set()
+        return self._has_served and not self.client.ready.is_set()
 
     @property
     def client(self) -> EngineClient:
@@ -103,9 +108,12 @@ class Supervisor:
     def kill(self) -> None:
         """Ends the core's process at once, without waiting; for callers that cannot wait."""
         self._stopping = True
+        self._kill_process()
+        self._forget()
+
+    def _kill_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-        self._forget()
 
     def _forget(self) -> None:
         if self._client is not None:
@@ -114,12 +122,18 @@ class Supervisor:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None
+        if self._stopping:
+            self._give_up(EngineDead("the engine has been stopped"))
+
+    def _give_up(self, error: OctavoError) -> None:
+        if not self.failure.done():
+            self.failure.set_result(error)
 
     async def _spawn(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
         addresses = Addresses.in_folder(self._folder)
-        self._client = EngineClient(addresses, self._on_stats)
-        settings = CoreSettings(addresses, self._worker, self._scheduler)
+        self._client = EngineClient(addresses, self._on_stats, self._kill_process)
+        settings = CoreSettings(addresses, os.getpid(), self._worker, self._scheduler)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "octavo.core", stdin=asyncio.subprocess.PIPE
         )
@@ -130,22 +144,33 @@ class Supervisor:
         self._process.stdin.close()
 
     async def _keep(self) -> None:
-        while True:
-            assert self._process is not None
-            code = await self._process.wait()
-            await asyncio.sleep(0.05)  # let the client read a last word from the socket
-            if self._stopping:
-                return
-            was_ready = self.client.ready.is_set()
-            error = self._reason(code)
-            self.client.fail(EngineDead(error.message))
-            if not was_ready or not self._may_restart():
-                self.failure.set_result(error)
-                return
-            logger.error("event=core_died code=%d error=%r action=restart", code, error.message)
-            self._forget()
-            self._restarting = True
-            await self._spawn()
+        error: OctavoError | None = None
+        try:
+            while not self._stopping and (error := await self._one_life()) is None:
+                self._forget()
+                await self._spawn()
+        except Exception as problem:  # no process, no memory, no folder: nothing to go on with
+            logger.exception("event=supervisor_failed")
+            error = EngineDead(f"the engine core cannot be started: {problem}")
+        if error is not None:
+            self._give_up(error)
+
+    async def _one_life(self) -> OctavoError | None:
+        """Waits for the core's end; None if another may be started, else the final error."""
+        assert self._process is not None
+        code = await self._process.wait()
+        await asyncio.sleep(0.05)  # let the client read a last word from the socket
+        error = self._reason(code)
+        self._has_served = self._has_served or self.client.ready.is_set()
+        self.client.fail(EngineDead(error.message))
+        if self._stopping:
+            return EngineDead("the engine has been stopped")
+        if self._on_death is not None:
+            self._on_death()
+        if not self._has_served or not self._may_restart():
+            return error
+        logger.error("event=core_died code=%d error=%r action=restart", code, error.message)
+        return None
 
     def _reason(self, code: int) -> OctavoError:
         died: Died | None = self.client.died

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field
-from random import Random
 from typing import Protocol
 
 from octavo.engine.client import EngineClient, Subscription
 from octavo.errors import Draining, EngineDead, Overloaded
+from octavo.expand import Scheduling, expand, request_seeds
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
 from octavo.sampling_params import SamplingParams
@@ -96,6 +95,7 @@ class _Choice:
 
     assembler: Assembler
     times: RequestTimes
+    queued_tokens: int  # of its prompt, until it leaves the queue
     last_news: float = 0.0
 
 
@@ -134,8 +134,7 @@ class TextEngine:
         self._idle = asyncio.Event()
         self._open = 0  # sequences between admission and their end
         self._by_request: dict[str, Subscription] = {}  # by the caller's id, the latest
-        # Without a seed of the server's own, two servers must not answer alike.
-        self._seeds = Random(secrets.randbits(64) if seed is None else seed)
+        self._seeds = request_seeds(seed)
 
     @property
     def limits(self) -> Limits:
@@ -174,15 +173,21 @@ class TextEngine:
         priority: int = 0,
         deadline: float = 0.0,
         cache_salt: str = "",
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """All choices, interleaved; each ends with exactly one `finish_reason`.
 
-        Closing the iterator aborts what is left. Raises Overloaded or Draining before the first
-        delta, EngineDead whenever the core is lost.
+        Closing the iterator aborts what is left. `admit` comes first where the queue is bounded.
+        Raises Draining whenever the server shuts down, EngineDead whenever the core is lost.
         """
-        self._admit(params.n, len(prompt_ids))
-        requests = self._requests(
-            prompt_ids, params, request_id, arrival, priority, deadline, cache_salt
+        self._require_open()
+        requests = expand(
+            prompt_ids,
+            params,
+            Scheduling(arrival, priority, deadline, cache_salt),
+            group=str(next(self._numbers)),  # callers' ids may clash, these never do
+            tokenizer=self.tokenizer,
+            max_model_len=self.limits.max_model_len,
+            seed=self._seeds.getrandbits(64),
         )
         choices = {
             request.id: self._choice(index, request, params)
@@ -191,7 +196,7 @@ class TextEngine:
         client = self._source.client
         stream = client.submit(requests)
         self._by_request[request_id] = stream
-        self._enter(len(requests))
+        self._enter(choices.values())
         try:
             while choices:
                 for output in await stream.news():
@@ -206,7 +211,7 @@ class TextEngine:
                         if output.reason is None:
                             client.abort([output.id])
                     yield delta
-        except EngineDead:
+        except (EngineDead, Draining):
             for choice in choices.values():
                 self._leave(choice, "error")
             choices.clear()
@@ -231,76 +236,57 @@ class TextEngine:
         """An operation on the whole engine, such as `reset_prefix_cache`."""
         return await self._source.client.control(op, **args)
 
-    async def drain(self, timeout: float) -> int:
-        """Takes nothing new, waits for what runs, cuts the rest; how many were cut."""
+    async def drain(self, timeout: float, hurry: asyncio.Event | None = None) -> int:
+        """Takes nothing new, waits for what runs, cuts the rest; how many were cut.
+
+        Setting `hurry` ends the wait at once.
+        """
         self._draining = True
-        if not self._open:
-            return 0
-        self._idle.clear()
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            cut = self._open
-            self._source.client.fail(EngineDead("the server is shutting down"))
+        if self._open:
+            self._idle.clear()
+            waits = [asyncio.ensure_future(self._idle.wait())]
+            if hurry is not None:
+                waits.append(asyncio.ensure_future(hurry.wait()))
+            await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+        if cut := self._open:
+            self._source.client.cut(Draining("the server is shutting down"))
             return cut
         return 0
 
-    def _admit(self, sequences: int, prompt_tokens: int) -> None:
-        if self._draining:
-            raise Draining("the server is shutting down and takes no new requests")
-        client, limit = self._source.client, self._admission
-        if client.dead is not None:
-            raise client.dead
+    def admit(self, sequences: int, prompt_tokens: int) -> None:
+        """Asks for room in the queue for all sequences of a caller's request.
+
+        Raises Overloaded. A request that comes to an idle engine is always let in, since for one
+        that is larger than the queue no later moment would be better.
+        """
+        self._require_open()
+        limit, now = self._admission, self._clock()
         waiting = self._open + sequences - limit.max_running
         if waiting > limit.max_queued and self._open:
             self.metrics.rejected("max_num_queued_reqs")
             raise Overloaded(
                 f"The engine is busy: {self._open} sequences are running or waiting, and at most "
                 f"{limit.max_queued} may wait. Try again later.",
-                self._rate.seconds_for(waiting, self._clock()),
+                self._rate.seconds_for(waiting, now),
             )
-        queued = client.stats.queued_tokens
+        queued = self._queued_tokens
         if limit.max_queued_tokens is not None and queued + prompt_tokens > limit.max_queued_tokens:
+            if not queued:
+                return
             self.metrics.rejected("max_num_queued_tokens")
             raise Overloaded(
                 f"The engine is busy: {queued} prompt tokens are waiting, and at most "
                 f"{limit.max_queued_tokens} may wait. Try again later.",
-                self._rate.seconds_for(max(1, client.stats.waiting), self._clock()),
+                self._rate.seconds_for(max(1, waiting), now),
             )
 
-    def _requests(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        arrival: float,
-        priority: int,
-        deadline: float,
-        cache_salt: str,
-    ) -> list[AddRequest]:
-        group = f"{next(self._numbers)}-{request_id}"  # callers' ids may clash, these never do
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        room = self.limits.max_model_len - len(prompt_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return [
-            AddRequest(
-                id=f"{group}-{index}",
-                prompt_ids=prompt_ids,
-                params=params.to_token_params(
-                    self.tokenizer,
-                    eos_ids=self.tokenizer.eos_ids,
-                    max_tokens=max_tokens,
-                    index=index,
-                    seed=seed,
-                ),
-                arrival=arrival,
-                group=group,
-                priority=priority,
-                deadline=deadline,
-                cache_salt=cache_salt,
-            )
-            for index in range(params.n)
-        ]
+    def _require_open(self) -> None:
+        if self._draining:
+            raise Draining("the server is shutting down and takes no new requests")
+        if (dead := self._source.client.dead) is not None:
+            raise dead
 
     def _choice(self, index: int, request: AddRequest, params: SamplingParams) -> _Choice:
         assembler = Assembler(self.tokenizer, params, index=index, eos_ids=self.tokenizer.eos_ids)
@@ -310,14 +296,20 @@ class TextEngine:
             n=params.n,
             max_tokens=request.params.max_tokens,
         )
-        return _Choice(assembler, times)
+        return _Choice(assembler, times, len(request.prompt_ids))
 
-    def _enter(self, sequences: int) -> None:
-        self._open += sequences
+    def _enter(self, choices: Collection[_Choice]) -> None:
+        self._open += len(choices)
+        self._queued_tokens += sum(choice.queued_tokens for choice in choices)
         self._idle.clear()
+
+    def _leave_queue(self, choice: _Choice) -> None:
+        self._queued_tokens -= choice.queued_tokens
+        choice.queued_tokens = 0
 
     def _leave(self, choice: _Choice, reason: str) -> None:
         now = self._clock()
+        self._leave_queue(choice)
         choice.times.finished = now
         choice.times.reason = reason
         self._rate.count(now)
@@ -328,6 +320,7 @@ class TextEngine:
 
     def _observe(self, choice: _Choice, output: SequenceOutput, delta: Delta) -> None:
         times, now = choice.times, self._clock()
+        self._leave_queue(choice)
         times.scheduled = output.scheduled_at or times.scheduled
         times.cached_tokens = max(times.cached_tokens, output.num_cached)
         times.preemptions = max(times.preemptions, output.preemptions)

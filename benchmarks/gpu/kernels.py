@@ -236,7 +236,7 @@ def products(card: Card) -> Iterator[Row]:
             if "silu" in name:
                 calls = [lambda w=w, x=x: linear_silu(x, w, None) for w in packed]
             else:
-                calls = [lambda w=w, x=x: linear(x, w, None, wide) for w in packed]
+                calls = [lambda w=w, x=x, d=wide: linear(x, w, None, d) for w in packed]
             time = graph_time(calls)
             yield "linear", f"{name}, {count} rows", time, card.percent(rows * columns * 2, time)
 

@@ -153,7 +153,13 @@ def _custom(args: argparse.Namespace, tokenizer: Encoder) -> list[Sample]:
             raise ConfigError(
                 f"{args.dataset_path} line {number} is not a JSON object with a prompt."
             ) from None
-        length = int(row.get("output_tokens") or args.output_len or args.custom_output_len)
+        length = row.get("output_tokens") or args.output_len or args.custom_output_len
+        if type(length) is not int or length < 1:
+            raise ConfigError(
+                f"{args.dataset_path} line {number}: output_tokens = {length!r} must be a whole "
+                "number from 1.",
+                "dataset_path",
+            )
         found.append(Sample(str(prompt), len(tokenizer.encode(str(prompt))), length))
     return found
 

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 from octavo.bench.offline import add_engine, open_engine
+from octavo.errors import ConfigError
+from octavo.fields import flag_of
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -36,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.sampling_params import SamplingParams
 
+    for name in ("input_len", "output_len", "batch_size", "num_iters"):
+        if vars(args)[name] < 1:
+            raise ConfigError(f"{flag_of(name)} must be at least 1.", name)
     if "enable_prefix_caching" not in vars(args):
         args.enable_prefix_caching = False
     llm = open_engine(args)

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_results(parser)
     dataset.add_arguments(parser)
     for name in REFUSED:
-        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", help=argparse.SUPPRESS)
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="*", help=argparse.SUPPRESS)
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,14 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=float, default=1.0)
     group.add_argument("--ignore-eos", action="store_true")
     group.add_argument("--logprobs", type=int)
-    group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON")
+    group.add_argument("--extra-body", type=_json, default={}, metavar="JSON")
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +130,14 @@ def _refuse(args: argparse.Namespace) -> None:
     for name, reason in REFUSED.items():
         if values[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: {reason}; leave it out.", name)
+    try:
+        httpx.URL(args.base_url or "")
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--base-url {args.base_url}: {error}.", "base_url") from None
     if args.request_rate <= 0:
         raise ConfigError(f"--request-rate {args.request_rate} must be above 0.", "request_rate")
+    if not isinstance(args.extra_body, dict):
+        raise ConfigError("--extra-body must be a JSON object.", "extra_body")
     if args.burstiness <= 0:
         raise ConfigError(f"--burstiness {args.burstiness} must be above 0.", "burstiness")
     if args.max_concurrency is not None and args.max_concurrency < 1:
@@ -146,8 +159,22 @@ def _options(args: argparse.Namespace) -> Options:
             raise ConfigError(f"--goodput {pair!r} must be METRIC:MILLISECONDS.") from None
         if name not in ("ttft", "tpot", "e2el"):
             raise ConfigError(f"--goodput {pair!r}: the metric must be ttft, tpot or e2el.")
-    percentiles = tuple(float(text) for text in args.metric_percentiles.split(","))
+    percentiles = _percentiles(args.metric_percentiles)
     return Options(args.request_rate, args.max_concurrency, metrics, percentiles, goodput)
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= value <= 100 for value in found):
+        raise ConfigError(
+            f"--metric-percentiles {text!r} must be numbers from 0 to 100 with commas between "
+            "them, such as 50,99.",
+            "metric_percentiles",
+        )
+    return found
 
 
 async def _run(args: argparse.Namespace, options: Options) -> tuple[Figures, Target, str]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.cli.chat_sources import Message, Source, engine_source, server_source
-from octavo.cli.flags import add_config, add_options, engine_args
+from octavo.cli.flags import add_config, add_options, engine_args, given
 from octavo.cli.run import add_sampling, sampling_flags
-from octavo.errors import ClientError, OctavoError
+from octavo.errors import ClientError, ConfigError, OctavoError
+from octavo.fields import flag_of
 from octavo.options import DEFAULT_MODEL, EngineArgs
 
 EPILOG = """
@@ -34,6 +35,7 @@ COMMANDS = """\
 /help         show this
 Ctrl-C stops an answer."""
 
+SENT = ("model", "seed")  # options of the engine that a server gets with each question
 ONE_ANSWER_TEMPERATURE = 0.0  # the same question gets the same answer
 CONVERSATION_TEMPERATURE = 0.3
 
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", metavar="URL", help="use a running server instead of an engine")
     parser.add_argument("--api-key", metavar="KEY", help="key of that server [OPENAI_API_KEY]")
     parser.add_argument("--system", metavar="TEXT", help="instruction for the model")
-    add_sampling(parser)
+    add_sampling(parser, leave_out=("n",))  # a conversation goes on from one answer
     add_config(parser)
     add_options(parser, EngineArgs)
 
@@ -70,10 +72,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(args: argparse.Namespace, sampling: dict[str, Any]) -> Source:
-    model = vars(args).get("model")
-    if args.url:
+    if args.url is not None:
+        _refuse_engine_flags(args)
+        model = vars(args).get("model")
         return server_source(args.url, model, key=args.api_key, sampling=sampling)
+    if args.api_key is not None:
+        raise ConfigError("--api-key is for a server; name it with --url.", "api_key")
     return engine_source(engine_args(args), sampling)
+
+
+def _refuse_engine_flags(args: argparse.Namespace) -> None:
+    """With `--url` there is no engine here; a flag of one would change nothing."""
+    flags = [flag_of(name) for name in given(args, EngineArgs) if name not in SENT]
+    if args.config is not None:
+        flags.append("--config")
+    if flags:
+        raise ConfigError(
+            f"{flags[0]} is for an engine of its own; leave it out, or leave --url out.", "url"
+        )
 
 
 @dataclass(slots=True)

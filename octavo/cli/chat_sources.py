@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from octavo.errors import ClientError, EngineDead, InvalidRequest, ServerError
@@ -117,8 +118,10 @@ class EngineSource:
         ids = text.chat_template.encode(rendered, text.tokenizer)
         values = {**text.generation_defaults, **self._sampling}
         params = SamplingParams(**values, output_kind=RequestOutputKind.DELTA)
-        async for output in self._engine.generate({"prompt_token_ids": ids}, params, name):
-            yield output.outputs[0].text
+        outputs = self._engine.generate({"prompt_token_ids": ids}, params, name)
+        async with aclosing(outputs):  # else an interruption would leave the request running
+            async for output in outputs:
+                yield output.outputs[0].text
 
 
 async def _next(pieces: AsyncGenerator[str, None]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from octavo.cli.flags import add_config, add_options, engine_args
@@ -50,10 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, EngineArgs)
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """Flags for the sampling parameters that people set; `--seed` is the engine's too."""
     group = parser.add_argument_group("sampling")
     for name, (kind, text) in SAMPLING.items():
+        if name in leave_out:
+            continue
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
     group.add_argument(

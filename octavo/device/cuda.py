@@ -165,7 +165,7 @@ def refuse(index: int) -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        return _explain(str(error))
+        return explain(str(error))
     count = torch.cuda.device_count()
     if index >= count:
         return f"GPU {index} was asked for, but {count} can be seen; CUDA_VISIBLE_DEVICES chooses"
@@ -178,7 +178,7 @@ def refuse(index: int) -> str:
     return ""
 
 
-def _explain(error: str) -> str:
+def explain(error: str) -> str:
     """Torch's words for a failed start, with the remedy."""
     if "driver" in error and "too old" in error:
         return (
@@ -189,7 +189,7 @@ def _explain(error: str) -> str:
         return "no NVIDIA driver was found; install one, or use --device cpu"
     if "No CUDA GPUs" in error:
         return (
-            "no GPU can be seen; check nvidia-smi and CUDA_VISIBLE_DEVICES (a GPU in MIG mode shows "
-            "only its slices), or use --device cpu"
+            "no GPU can be seen; check nvidia-smi and CUDA_VISIBLE_DEVICES (of a GPU in MIG mode "
+            "only slices can be seen), or use --device cpu"
         )
     return f"CUDA could not be started: {error}"

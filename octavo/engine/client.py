@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.engine.channel import Addresses, encode
-from octavo.errors import EngineDead, RequestFailed
+from octavo.errors import EngineDead, RequestFailed, ServerError
 from octavo.types import (
     Abort,
     AddRequest,
@@ -32,6 +33,8 @@ from octavo.types import (
     StepStats,
     WorkerInfo,
 )
+
+logger = logging.getLogger("octavo.engine.client")
 
 
 @dataclass(slots=True)
@@ -84,8 +87,12 @@ class EngineClient:
     """One engine core as seen from the API process."""
 
     def __init__(
-        self, addresses: Addresses, on_stats: Callable[[StepStats], None] | None = None
+        self,
+        addresses: Addresses,
+        on_stats: Callable[[StepStats], None] | None = None,
+        on_broken: Callable[[], None] | None = None,
     ) -> None:
+        """`on_stats` gets each step's figures; `on_broken` is called if this side cannot go on."""
         self.pulse = Pulse()
         self.info: WorkerInfo | None = None
         self.stats = StepStats()
@@ -93,6 +100,7 @@ class EngineClient:
         self.died: Died | None = None  # the core's last word, if it had one
         self.ready = asyncio.Event()
         self._on_stats = on_stats
+        self._on_broken = on_broken
         self._streams: dict[str, Subscription] = {}
         self._replies: dict[int, asyncio.Future[dict[str, str]]] = {}
         self._numbers = itertools.count()
@@ -115,10 +123,11 @@ class EngineClient:
         """Sends the sequences of one request; their ids must be unique."""
         if self.dead is not None:
             raise self.dead
+        messages = [encode(request) for request in requests]  # all or none is sent
         stream = Subscription([request.id for request in requests])
-        for request in requests:
+        for request, message in zip(requests, messages, strict=True):
             self._streams[request.id] = stream
-            self._send(request)
+            self._to_core.send(message)
         return stream
 
     def abort(self, ids: Sequence[str]) -> None:
@@ -152,14 +161,21 @@ class EngineClient:
         self.dead = error
         self.pulse.phase = "dead"
         self.stats = StepStats(blocks_total=self.stats.blocks_total)
-        if self._on_stats is not None:
-            self._on_stats(self.stats)
-        for stream in set(self._streams.values()):
-            stream.fail(error)
-        self._streams.clear()
+        self._end_streams(error)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)
+
+    def cut(self, error: ServerError) -> None:
+        """Ends every open stream with `error`; the core lives on, with nothing to do."""
+        if self._streams and self.dead is None:
+            self._send(Abort(list(self._streams)))
+        self._end_streams(error)
+
+    def _end_streams(self, error: ServerError) -> None:
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        self._streams.clear()
 
     def close(self) -> None:
         """Frees the sockets; the client cannot be used afterwards."""
@@ -173,13 +189,21 @@ class EngineClient:
 
     async def _read(self) -> None:
         decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
-        while True:
-            self._handle(decoder.decode(await self._from_core.recv()))
+        try:
+            while True:
+                self._handle(decoder.decode(await self._from_core.recv()))
+        except Exception as error:  # a fault on this side must not leave streams waiting
+            logger.exception("event=client_broken")
+            self.fail(EngineDead(f"the engine's news cannot be read: {error}"))
+            if self._on_broken is not None:
+                self._on_broken()
 
     def _handle(self, message: FromCore) -> None:
         if isinstance(message, StepOutputs):
             self._deliver(message)
         elif isinstance(message, Progress):
+            if message.phase == "loading" and self.ready.is_set():
+                return  # it was on its way when the core became ready
             self.pulse = Pulse(
                 message.phase, message.detail, time.monotonic(), message.last_step, message.pending
             )
@@ -187,7 +211,7 @@ class EngineClient:
             self._answer(message)
         elif isinstance(message, Ready):
             self.info = message.info
-            self.pulse.phase = "idle"
+            self.pulse = Pulse("idle")
             self.ready.set()
         elif isinstance(message, Died):
             self.died = message
@@ -213,12 +237,3 @@ class EngineClient:
             reply.set_exception(RequestFailed(message.error))
         else:
             reply.set_result(message.result)
-
-
-async def outputs(stream: Subscription) -> AsyncIterator[SequenceOutput]:
-    """Every output of a subscription until each of its sequences has ended."""
-    left = len(stream.ids)
-    while left:
-        for output in await stream.news():
-            left -= output.reason is not None
-            yield output

@@ -38,7 +38,7 @@ class Inbox:
     """A thread that takes messages off the socket, so that a long step never delays the client."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.messages: queue.SimpleQueue[ToCore] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[ToCore | msgspec.MsgspecError] = queue.SimpleQueue()
         self._socket = open_socket(context, zmq.PULL)
         self._socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(ToCore)
@@ -50,17 +50,20 @@ class Inbox:
                 self.messages.put(self._decoder.decode(self._socket.recv()))
             except zmq.ContextTerminated:
                 return
-            except msgspec.MsgspecError:
-                continue  # only our own client may connect; foreign bytes are dropped
+            except msgspec.MsgspecError as error:
+                # Only our own client can connect. A request that is lost would never be answered.
+                self.messages.put(error)
 
     def drain(self, wait: bool) -> list[ToCore]:
         """All messages that are there; if `wait`, at least one or the heartbeat interval."""
         found: list[ToCore] = []
         try:
-            if wait:
-                found.append(self.messages.get(timeout=HEARTBEAT_SECONDS))
+            message = self.messages.get(wait, HEARTBEAT_SECONDS)
             while True:
-                found.append(self.messages.get_nowait())
+                if isinstance(message, msgspec.MsgspecError):
+                    raise message
+                found.append(message)
+                message = self.messages.get_nowait()
         except queue.Empty:
             return found
 
@@ -84,14 +87,14 @@ class Heartbeat:
     It also ends the process when its parent is gone, so that no core is ever left behind.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
         self.phase = "loading"
         self.detail = ""
         self.last_step = time.monotonic()
         self.pending = 0
         self._context = context
         self._address = address
-        self._parent = os.getppid()
+        self._parent = parent
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
@@ -105,12 +108,16 @@ class Heartbeat:
 
 def run(
     addresses: Addresses,
+    parent: int,
     build: Callable[[Report], tuple[EngineCore, WorkerInfo]],
 ) -> int:
-    """Builds the core, then serves until a `stop` arrives; the exit code."""
+    """Builds the core, then serves until a `stop` arrives; the exit code.
+
+    The process ends by itself once `parent`, a process id, is no longer its parent.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox = Outbox(context, addresses.from_core)
-    heartbeat = Heartbeat(context, addresses.from_core)
+    heartbeat = Heartbeat(context, addresses.from_core, parent)
 
     def report(detail: str) -> None:
         heartbeat.detail = detail

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from octavo.types import (
     StepStats,
     TokenLogprobs,
 )
+
+MIN_DEADLINES = 64  # so many are not worth tidying
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ class Scheduler:
         if sequence.suspect:
             self.suspects.append(sequence)
         if sequence.deadline:
-            heappush(self._deadlines, (sequence.deadline, sequence.id))
+            self._watch(sequence)
         if len(sequence.tokens) >= sequence.limit:
             self._finish(sequence, "length")
 
@@ -113,6 +115,13 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Later requests find nothing of what was computed so far."""
         self.pool.forget_all()
+
+    def _watch(self, sequence: Sequence) -> None:
+        """Notes a deadline. Those of ended sequences stay noted until they are too many."""
+        heappush(self._deadlines, (sequence.deadline, sequence.id))
+        if len(self._deadlines) > 2 * len(self.by_id) + MIN_DEADLINES:
+            self._deadlines = [(s.deadline, s.id) for s in self.by_id.values() if s.deadline]
+            heapify(self._deadlines)
 
     @property
     def num_live(self) -> int:

@@ -1,8 +1,8 @@
 """The table of kernels for NVIDIA GPUs: our Triton kernels, and the vendor's library for products.
 
 Weights stay plain [N, K]: the library reads them as they are. One row is multiplied by our own
-kernel, two or more by the library, as measured on an H200 (3.57 against 4.02 ms for all products
-of an 8B model at one row; the library is ahead from two). Not for: attention
+kernel, and so are up to 64 by small weights; the library takes the rest. On an H200 all products of
+an 8B model took 3.47 ms at one row, 4.02 by the library. Not for: attention
 (`octavo/attention/triton.py`) or graphs. Next file: `triton/__init__.py`.
 """
 
@@ -18,6 +18,7 @@ from octavo.kernels.triton.gemv import gemv
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
 from octavo.kernels.triton.sample import sample
+from octavo.kernels.triton.skinny import skinny, suits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,9 +58,10 @@ def linear(
     """x [T, K], weight plain [N, K], bias [N] -> [T, N] in `out_dtype` or x's dtype."""
     data = weight.data
     if x.shape[0] == 1 and x.dtype.itemsize == 2:
-        row: Tensor = gemv(x, data, bias, out_dtype=out_dtype)
-        return row
+        return gemv(x, data, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     if out_dtype is None or out_dtype == x.dtype:
+        if suits(x, data):
+            return skinny(x, data, bias)  # type: ignore[no-any-return]
         return functional.linear(x, data, bias)
     if not x.is_cuda:
         return functional.linear(x.to(out_dtype), data.to(out_dtype), bias)
@@ -72,10 +74,10 @@ def linear(
 def linear_silu(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [T, K], weight plain [2 * I, K] (gate rows, then up rows) -> silu(gate x) * up x [T, I]."""
     if x.shape[0] == 1 and x.dtype.itemsize == 2:
-        row: Tensor = gemv(x, weight.data, bias, silu=True)
-        return row
-    wide: Tensor = silu_mul(functional.linear(x, weight.data, bias))
-    return wide
+        return gemv(x, weight.data, bias, silu=True)  # type: ignore[no-any-return]
+    if suits(x, weight.data):
+        return skinny(x, weight.data, bias, silu=True)  # type: ignore[no-any-return]
+    return silu_mul(functional.linear(x, weight.data, bias))  # type: ignore[no-any-return]
 
 
 def embed(ids: Tensor, weight: PackedWeight) -> Tensor:

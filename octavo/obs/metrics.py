@@ -176,8 +176,9 @@ class Metrics:
             computed = times.prompt_tokens - times.cached_tokens
             self._request_computed.observe(computed, labels)
 
-    def engine_lost(self) -> None:
+    def core_died(self) -> None:
         """The core is gone: nothing runs, waits or owns memory any more."""
+        self._core_deaths.add(1, self._labels)
         self._set_load(0, 0)
         self._set_usage(0.0)
         self._queued_tokens.set(0, self._labels)
@@ -293,6 +294,7 @@ class Metrics:
             also=self._legacy("vllm:gpu_prefix_cache_hits"),
         )
         self._preemptions = counter("vllm:num_preemptions", "Sequences put back to the queue.")
+        self._core_deaths = counter("octavo:core_deaths", "Engine cores that died.")
         self._recoveries = counter("octavo:step_recoveries", "Failed steps that were recovered.")
         self._success = counter(
             "vllm:request_success", "Sequences that ended, by reason.", "finished_reason"

@@ -10,13 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.body import read_object
+from octavo.server.body import read_record
 from octavo.server.context import (
     Serving,
     checked_id,
@@ -24,10 +23,10 @@ from octavo.server.context import (
     deadline_of,
     request_id_of,
 )
-from octavo.server.decode import check_names, ignored_header, to_record
+from octavo.server.decode import ignored_header
 from octavo.server.generation import Job
 from octavo.server.prompts import Prompt
-from octavo.server.refusals import Refusals, refuse_unsupported
+from octavo.server.refusals import Refusals
 from octavo.server.schema import Generation
 
 Request_ = TypeVar("Request_", bound=Generation)
@@ -71,10 +70,7 @@ async def read_request(
 ) -> tuple[Request_, list[str]]:
     """The record in a body, and the names of fields that were passed over (lenient mode)."""
     serving.require_ready()
-    body = await read_object(request, serving.settings.max_body_bytes)
-    ignored = check_names(body, kind, refusals, strict=serving.settings.strict_fields)
-    refuse_unsupported(body, refusals)
-    return to_record(body, kind), ignored
+    return await read_record(request, serving.settings, kind, refusals)
 
 
 def begin(
@@ -111,16 +107,6 @@ def begin(
     )
 
 
-def wants_usage(call: Call, body: Generation) -> tuple[bool, bool]:
-    """Whether a stream ends with usage, and whether each of its chunks carries it."""
-    options = body.stream_options
-    at_end = call.serving.settings.force_include_usage
-    if options is None:
-        return at_end, False
-    each = bool(options.include_usage and options.continuous_usage_stats)
-    return at_end or bool(options.include_usage), each
-
-
 def head(call: Call, kind: str) -> dict[str, object]:
     """The fields that every body and chunk of an answer begins with."""
     return {
@@ -130,12 +116,6 @@ def head(call: Call, kind: str) -> dict[str, object]:
         "model": call.model,
         "system_fingerprint": call.serving.fingerprint,
     }
-
-
-def chunk_prefix(call: Call, kind: str) -> bytes:
-    """The first bytes of every event, up to the choice's index."""
-    start = msgspec.json.encode(head(call, kind))
-    return b"data: " + start[:-1] + b',"choices":[{"index":'
 
 
 def finish(response: Response, call: Call) -> Response:

@@ -1,30 +1,53 @@
-"""Reading a request's body within its limits, and decoding it without holding up the loop.
+"""Reading a request's body within its limits, and making its record without holding up the loop.
 
-Not for: what the body means.
+Not for: what the values mean.
+Next file: `decode.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from octavo.errors import InvalidRequest, TooLarge
-from octavo.server.decode import parse_object
+from octavo.server.decode import check_names, parse_object, to_record
 from octavo.server.errors import ClientGone
+from octavo.server.refusals import Refusals, refuse_unsupported
+from octavo.server.settings import ServerSettings
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+Result = TypeVar("Result")
 
 THREAD_FROM = 64 * 1024  # bytes; smaller bodies are decoded faster than a thread is woken
 
 
-async def read_object(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object that a request carries. Raises InvalidRequest, TooLarge or ClientGone."""
+async def read_record(
+    request: Request, settings: ServerSettings, kind: type[Record], refusals: Refusals
+) -> tuple[Record, list[str]]:
+    """The record that a request carries, and the names of fields passed over (lenient mode).
+
+    Raises InvalidRequest, TooLarge or ClientGone.
+    """
     check_media(request.headers)
-    data = await read_bytes(request, limit)
-    if len(data) < THREAD_FROM:
-        return parse_object(data)
-    return await asyncio.to_thread(parse_object, data)
+    data = await read_bytes(request, settings.max_body_bytes)
+
+    def work() -> tuple[Record, list[str]]:
+        body = parse_object(data)
+        ignored = check_names(body, kind, refusals, strict=settings.strict_fields)
+        refuse_unsupported(body, refusals)
+        return to_record(body, kind), ignored
+
+    return await unhurried(work, large=len(data) >= THREAD_FROM)
+
+
+async def unhurried(work: Callable[[], Result], *, large: bool) -> Result:
+    """The result of `work`; if it is large, others are served meanwhile."""
+    return await asyncio.to_thread(work) if large else work()
 
 
 def check_media(headers: Headers) -> None:

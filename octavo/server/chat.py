@@ -1,39 +1,34 @@
 """POST /v1/chat/completions.
 
-Next file: `stream.py`.
+Next file: `chunks.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer import Call, begin, chunk_prefix, finish, head, read_request, wants_usage
+from octavo.server.answer import Call, begin, finish, head, read_request
+from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.context import Serving, serving_of
-from octavo.server.errors import json_response
+from octavo.server.errors import json_response, named_as_sent
 from octavo.server.generation import (
     Choice,
-    Counter,
     Job,
     Usage,
     check_lengths,
-    deltas,
-    fold,
     sampling_params,
 )
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs_body
 from octavo.server.prompts import Prompt, chat_prompt, truncate
 from octavo.server.refusals import CHAT_REFUSED
 from octavo.server.schema import ChatRequest
-from octavo.server.stream import open_stream, until_gone
+from octavo.server.stream import stream, whole
 from octavo.text.assembler import Delta
-
-encode = msgspec.json.encode
 
 
 async def chat_completions(request: Request) -> Response:
@@ -41,18 +36,26 @@ async def chat_completions(request: Request) -> Response:
     serving = serving_of(request)
     body, ignored = await read_request(request, serving, ChatRequest, CHAT_REFUSED)
     call = begin(request, serving, body, ignored, "chatcmpl")
-    params = chat_params(serving, body)
+    with named_as_sent(sent_names(body)):
+        params = chat_params(serving, body)
     prompt = await chat_prompt(serving, body)
     prompt = Prompt(truncate(serving, prompt.ids, body, params.max_tokens), prompt.text)
-    check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
+    with named_as_sent(sent_names(body)):
+        check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
     job = call.job([prompt], params)
-    source = deltas(serving.engine, job)
     if body.stream:
-        response = await open_stream(request, source, ChatChunks(call, body, job), call)
-    else:
-        choices, usage = await until_gone(request, fold(source, job), call.deadline)
-        response = json_response(chat_body(call, body, job, choices=choices, usage=usage))
-    return finish(response, call)
+        return await stream(request, call, job, ChatChunks(call, body, job))
+    choices, usage = await whole(request, call, job)
+    answer = chat_body(call, body, job, choices=choices, usage=usage)
+    return finish(json_response(answer), call)
+
+
+def sent_names(body: ChatRequest) -> dict[str, str]:
+    """Our names of settings, and what this request calls them."""
+    names = {"logprobs": "top_logprobs"} if body.logprobs else {}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return names
 
 
 def chat_params(serving: Serving, body: ChatRequest) -> SamplingParams:
@@ -65,17 +68,14 @@ def chat_params(serving: Serving, body: ChatRequest) -> SamplingParams:
         )
     max_tokens = body.max_completion_tokens
     max_tokens = body.max_tokens if max_tokens is None else max_tokens
-    params = sampling_params(
+    return sampling_params(
         body,
         settings=serving.settings,
-        defaults=serving.engine.generation_defaults,
+        engine=serving.engine,
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    limits = serving.engine.limits
-    params.check_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
-    return params
 
 
 def chat_body(
@@ -115,19 +115,12 @@ def _choice_body(call: Call, body: ChatRequest, index: int, choice: Choice) -> d
 
 
 class ChatChunks:
-    """Events of a streamed chat answer.
-
-    The text of most events differs in two places only, so it is put together from parts that were
-    encoded once.
-    """
+    """Events of a streamed chat answer; the role is the first event of its choice."""
 
     def __init__(self, call: Call, body: ChatRequest, job: Job) -> None:
-        self._call = call
+        self._frame = Frame(call, body, job, "chat.completion.chunk")
         self._job = job
-        self._prefix = chunk_prefix(call, "chat.completion.chunk")
-        self._opened = [False] * job.num_choices
-        self._counter = Counter(job)
-        self._usage_at_end, self._usage_each = wants_usage(call, body)
+        self._role = encode(call.serving.settings.response_role)
         self._logprobs = bool(body.logprobs)
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids = bool(body.return_token_ids)
@@ -135,50 +128,27 @@ class ChatChunks:
 
     def write(self, index: int, delta: Delta) -> bytes:
         """Events of a delta, the role first."""
-        self._counter.count(index, delta)
-        opening = b"" if self._opened[index] else self._open(index)
+        opening = self._open(index) if self._frame.opens(index, delta) else b""
         if not (delta.text or delta.finish_reason or (self._detailed and delta.token_ids)):
             return opening
-        parts = [self._prefix, b"%d" % index, b',"delta":{']
+        parts = [b',"delta":{']
         if delta.text:
             parts += (b'"content":', encode(delta.text))
         parts.append(b"}")
         if self._logprobs:
             parts += (b',"logprobs":', encode(self._logprobs_body(delta)))
-        if self._ids:
-            parts += (b',"token_ids":', encode(delta.token_ids))
-        if delta.finish_reason is None:
-            parts.append(b',"finish_reason":null}]')
-        else:
-            parts += (b',"finish_reason":', encode(delta.finish_reason))
-            parts += (b',"stop_reason":', encode(delta.stop_reason), b"}]")
-        if self._usage_each:
-            parts.append(self._usage_field())
-        parts.append(b"}\n\n")
-        return opening + b"".join(parts)
+        parts += self._frame.tail(delta)
+        return opening + self._frame.event(index, parts)
 
     def usage(self) -> bytes:
         """The last chunk, without choices."""
-        if not self._usage_at_end:
-            return b""
-        usage = self._counter.usage.body()
-        last = {**head(self._call, "chat.completion.chunk"), "choices": [], "usage": usage}
-        return b"data: " + encode(last) + b"\n\n"
+        return self._frame.usage()
 
     def _open(self, index: int) -> bytes:
-        self._opened[index] = True
-        role = encode(self._call.serving.settings.response_role)
-        parts = [self._prefix, b"%d" % index, b',"delta":{"role":', role]
-        parts.append(b',"content":""},"finish_reason":null}]')
+        parts = [b',"delta":{"role":', self._role, b',"content":""}', UNFINISHED]
         if self._ids and index == 0:
             parts += (b',"prompt_token_ids":', encode(self._job.prompts[0].ids))
-        if self._usage_each:
-            parts.append(self._usage_field())
-        parts.append(b"}\n\n")
-        return b"".join(parts)
-
-    def _usage_field(self) -> bytes:
-        return b',"usage":' + encode(self._counter.usage.body())
+        return self._frame.event(index, parts)
 
     def _logprobs_body(self, delta: Delta) -> dict[str, Any] | None:
         if not delta.logprobs:

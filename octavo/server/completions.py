@@ -1,42 +1,37 @@
 """POST /v1/completions.
 
-Next file: `stream.py`.
+Next file: `chunks.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer import Call, begin, chunk_prefix, finish, head, read_request, wants_usage
+from octavo.server.answer import Call, begin, finish, head, read_request
+from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.context import Serving, serving_of
 from octavo.server.errors import json_response
 from octavo.server.generation import (
     Choice,
-    Counter,
     Job,
     Usage,
     check_lengths,
-    deltas,
-    fold,
     sampling_params,
 )
 from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs_body
 from octavo.server.prompts import Prompt, completion_prompts
 from octavo.server.refusals import COMPLETION_REFUSED
 from octavo.server.schema import CompletionRequest
-from octavo.server.stream import open_stream, until_gone
+from octavo.server.stream import stream, whole
 from octavo.text.assembler import Delta, TokenLogprob
 from octavo.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
-
-encode = msgspec.json.encode
 
 
 async def completions(request: Request) -> Response:
@@ -48,13 +43,11 @@ async def completions(request: Request) -> Response:
     prompts = await completion_prompts(serving, body)
     params.max_tokens = _max_tokens(serving, body, prompts)
     job = call.job(prompts, params, silent=body.max_tokens == 0)
-    source = deltas(serving.engine, job)
     if body.stream:
-        response = await open_stream(request, source, CompletionChunks(call, body, job), call)
-    else:
-        choices, usage = await until_gone(request, fold(source, job), call.deadline)
-        response = json_response(completion_body(call, body, job, choices=choices, usage=usage))
-    return finish(response, call)
+        return await stream(request, call, job, CompletionChunks(call, body, job))
+    choices, usage = await whole(request, call, job)
+    answer = completion_body(call, body, job, choices=choices, usage=usage)
+    return finish(json_response(answer), call)
 
 
 def completion_params(serving: Serving, body: CompletionRequest) -> SamplingParams:
@@ -65,17 +58,14 @@ def completion_params(serving: Serving, body: CompletionRequest) -> SamplingPara
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    params = sampling_params(
+    return sampling_params(
         body,
         settings=serving.settings,
-        defaults=serving.engine.generation_defaults,
+        engine=serving.engine,
         max_tokens=1 if wanted == 0 else wanted,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    limits = serving.engine.limits
-    params.check_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
-    return params
 
 
 def _max_tokens(serving: Serving, body: CompletionRequest, prompts: list[Prompt]) -> int:
@@ -150,68 +140,44 @@ class CompletionChunks:
     """Events of a streamed completion; an echoed prompt is the first event of its choice."""
 
     def __init__(self, call: Call, body: CompletionRequest, job: Job) -> None:
-        self._call = call
+        self._frame = Frame(call, body, job, "text_completion")
         self._body = body
         self._job = job
-        self._prefix = chunk_prefix(call, "text_completion")
-        self._opened = [False] * job.num_choices
-        self._counter = Counter(job)
-        self._usage_at_end, self._usage_each = wants_usage(call, body)
+        self._tokenizer = call.serving.engine.tokenizer
         self._ids = bool(body.return_token_ids)
         self._detailed = self._ids or body.logprobs is not None
         as_ids = bool(body.return_tokens_as_token_ids)
-        self._writers = [CompletionLogprobs(as_ids=as_ids) for _ in self._opened]
+        self._writers = [CompletionLogprobs(as_ids=as_ids) for _ in range(job.num_choices)]
 
     def write(self, index: int, delta: Delta) -> bytes:
         """Events of a delta, the echoed prompt first."""
-        self._counter.count(index, delta)
-        opening = b""
-        if not self._opened[index]:
-            self._opened[index] = True
-            opening = self._open(index, delta)
+        opening = self._open(index, delta) if self._frame.opens(index, delta) else b""
         if not (delta.text or delta.finish_reason or (self._detailed and delta.token_ids)):
             return opening
-        parts = [self._prefix, b"%d" % index, b',"text":', encode(delta.text)]
+        parts = [b',"text":', encode(delta.text)]
         if delta.logprobs:
             writer = self._writers[index]
             lists = writer.write(writer.generated(delta.logprobs))
             parts += (b',"logprobs":', encode(lists))
         else:
             parts.append(b',"logprobs":null')
-        if self._ids:
-            parts += (b',"token_ids":', encode(delta.token_ids))
-        if delta.finish_reason is None:
-            parts.append(b',"finish_reason":null}]')
-        else:
-            parts += (b',"finish_reason":', encode(delta.finish_reason))
-            parts += (b',"stop_reason":', encode(delta.stop_reason), b"}]")
-        return opening + self._end(parts)
+        parts += self._frame.tail(delta)
+        return opening + self._frame.event(index, parts)
 
     def usage(self) -> bytes:
         """The last chunk, without choices."""
-        if not self._usage_at_end:
-            return b""
-        usage = self._counter.usage.body()
-        last = {**head(self._call, "text_completion"), "choices": [], "usage": usage}
-        return b"data: " + encode(last) + b"\n\n"
+        return self._frame.usage()
 
     def _open(self, index: int, delta: Delta) -> bytes:
         if not (self._body.echo or self._ids):
             return b""
-        prompt, tokenizer = self._job.prompt_of(index), self._call.serving.engine.tokenizer
-        text = prompt_text(prompt, tokenizer) if self._body.echo else ""
-        parts = [self._prefix, b"%d" % index, b',"text":', encode(text)]
+        prompt = self._job.prompt_of(index)
+        text = prompt_text(prompt, self._tokenizer) if self._body.echo else ""
+        parts = [b',"text":', encode(text)]
         if self._body.echo and self._body.logprobs is not None:
             writer = self._writers[index]
-            tokens = _echoed(writer, prompt, delta.prompt_logprobs, tokenizer)
+            tokens = _echoed(writer, prompt, delta.prompt_logprobs, self._tokenizer)
             parts += (b',"logprobs":', encode(writer.write(tokens)))
         if self._ids:
             parts += (b',"prompt_token_ids":', encode(prompt.ids))
-        parts.append(b',"finish_reason":null}]')
-        return self._end(parts)
-
-    def _end(self, parts: list[bytes]) -> bytes:
-        if self._usage_each:
-            parts += (b',"usage":', encode(self._counter.usage.body()))
-        parts.append(b"}\n\n")
-        return b"".join(parts)
+        return self._frame.event(index, [*parts, UNFINISHED])

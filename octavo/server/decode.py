@@ -68,13 +68,13 @@ def check_names(
     body: Mapping[str, Any], kind: type[msgspec.Struct], refused: Iterable[str], *, strict: bool
 ) -> list[str]:
     """Names in `body` that nobody knows. Raises InvalidRequest for them if `strict`."""
-    known = field_names(kind)
-    unknown = [name for name in body if name not in known and name not in refused]
-    if unknown and strict:
-        name = unknown[0]
-        near = difflib.get_close_matches(name[:64], [*known, *refused], n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]}?" if near else "GET /docs lists all fields."
-        raise InvalidRequest(f"{shorten(name)} is not a known field; {hint}", shorten(name))
+    known = {*field_names(kind), *refused}
+    unknown = (name for name in body if name not in known)
+    if strict:
+        for name in unknown:  # the first one is enough
+            near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "GET /docs lists all fields."
+            raise InvalidRequest(f"{shorten(name)} is not a known field; {hint}", shorten(name))
     return [shorten(name) for name in unknown]
 
 

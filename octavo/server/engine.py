@@ -61,6 +61,10 @@ class Engine(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
+    def admit(self, sequences: int, prompt_tokens: int) -> None:
+        """Asks for room for all sequences of a request; raises Overloaded."""
+        ...
+
     def generate(
         self,
         prompt_ids: list[int],

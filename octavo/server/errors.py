@@ -6,13 +6,24 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import ClientError, NotFound, OctavoError, Overloaded, ServerError, TooLarge
+from octavo.errors import (
+    ClientError,
+    InvalidRequest,
+    NotFound,
+    OctavoError,
+    Overloaded,
+    ServerError,
+    TooLarge,
+)
 from octavo.log import Log
 
 log = Log(__name__)
@@ -50,23 +61,36 @@ def describe(error: Exception) -> dict[str, object]:
     return error_body("Internal server error.", kind="InternalServerError", status=500)
 
 
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, InvalidRequest speaks of fields by the client's names; `names`: ours to theirs."""
+    try:
+        yield
+    except InvalidRequest as error:
+        message = error.message
+        for ours, theirs in names.items():
+            message = re.sub(rf"\b{ours}\b", theirs, message)
+        raise InvalidRequest(message, names.get(error.param or "", error.param)) from None
+
+
 def retry_header(seconds: float) -> dict[str, str]:
     """Whole seconds, at least 1: clients read no fractions."""
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
-def error_response(error: OctavoError) -> Response:
+def error_response(error: Exception) -> Response:
     """The answer to a request that failed before its first byte."""
+    status = error.status if isinstance(error, OctavoError) else 500
     headers: dict[str, str] = {}
     if isinstance(error, (Overloaded, UnavailableError)):
         headers = retry_header(error.retry_after)
-    elif error.status == 503:
+    elif status == 503:
         headers = retry_header(RETRY_SECONDS)
-    elif error.status == 401:
+    elif status == 401:
         headers = {"WWW-Authenticate": "Bearer"}
     elif isinstance(error, TooLarge):
         headers = {"Connection": "close"}  # the rest of the body is not read
-    return json_response(describe(error), status=error.status, headers=headers)
+    return json_response(describe(error), status=status, headers=headers)
 
 
 def json_response(

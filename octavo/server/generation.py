@@ -8,7 +8,7 @@ exception here, so that it can never look like a short answer. Not for: JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -137,25 +137,34 @@ def sampling_params(
     request: Generation,
     *,
     settings: ServerSettings,
-    defaults: Mapping[str, object],
+    engine: Engine,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The request's settings, over the model's defaults. Raises InvalidRequest."""
+    """The request's settings, over the model's defaults, checked. Raises InvalidRequest."""
+    vocab_size = engine.limits.vocab_size
     stops = request.stop if isinstance(request.stop, list) else ()
     if len(stops) > settings.max_stop_strings:
         raise InvalidRequest(
             f"stop has {len(stops)} texts; send at most {settings.max_stop_strings}.", "stop"
         )
+    allowed = request.allowed_token_ids or ()
+    if len(allowed) > vocab_size:  # before anybody looks at each of them
+        raise InvalidRequest(
+            f"allowed_token_ids has {len(allowed)} ids; this model has {vocab_size}.",
+            "allowed_token_ids",
+        )
     given = msgspec.structs.asdict(request)
     values = {name: given[name] for name in _PASSED if given[name] is not None}
     for name in _DEFAULTED:
-        if name in defaults:
-            values.setdefault(name, defaults[name])
-    return SamplingParams(
+        if name in engine.generation_defaults:
+            values.setdefault(name, engine.generation_defaults[name])
+    params = SamplingParams(
         max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values
     )
+    params.check_model(vocab_size=vocab_size, max_logprobs=engine.limits.max_logprobs)
+    return params
 
 
 def check_lengths(prompts: list[Prompt], longest: int, max_tokens: int | None, name: str) -> None:
@@ -175,6 +184,7 @@ async def deltas(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Delta], 
     Raises what the engine raises, and DeadlineExceeded, RequestFailed or Draining for a choice
     that ended without an answer.
     """
+    engine.admit(job.num_choices, sum(len(prompt.ids) for prompt in job.prompts))
     streams = [_submit(engine, job, number) for number in range(len(job.prompts))]
     if len(streams) == 1:
         source = _only(streams[0])

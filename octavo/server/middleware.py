@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.errors import InvalidRequest, OctavoError, Unauthorized
 from octavo.log import Log
 from octavo.server.context import Serving, request_id_of
-from octavo.server.errors import ClientGone, describe, error_response, json_response
+from octavo.server.errors import ClientGone, error_response
 
 # Probes of orchestrators carry no key. Everything else is closed when a key is set.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/progress", "/ping"})
@@ -64,7 +64,7 @@ class Edge:
             log.error("unexpected_error", path=scope["path"][:200], error=repr(error))
             if exchange.status:
                 raise  # the server closes the connection, so the client sees that it was cut
-            await json_response(describe(error), status=500)(scope, receive, exchange.send)
+            await error_response(error)(scope, receive, exchange.send)
         finally:
             self._serving.in_flight -= generates
             self._count(scope, exchange, time.monotonic() - started)

@@ -6,12 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidRequest
-from octavo.server.body import read_object
+from octavo.server.body import read_record, unhurried
 from octavo.server.context import Serving, serving_of
-from octavo.server.decode import check_names, to_record
 from octavo.server.errors import json_response
 from octavo.server.prompts import chat_prompt, checked_ids
 from octavo.server.schema import DetokenizeRequest, TokenizeRequest
+
+MAX_IDS = 2**20  # of one /detokenize
+THREAD_FROM = 8192  # ids
 
 
 async def list_models(request: Request) -> Response:
@@ -32,13 +34,10 @@ async def show_model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """A text or a conversation to token ids. It need not fit the context."""
+    """A text, of any length, or a conversation, which must fit the context, to token ids."""
     serving = serving_of(request)
     serving.require_ready()
-    settings = serving.settings
-    raw = await read_object(request, settings.max_body_bytes)
-    check_names(raw, TokenizeRequest, (), strict=settings.strict_fields)
-    body = to_record(raw, TokenizeRequest)
+    body, _ = await read_record(request, serving.settings, TokenizeRequest, {})
     serving.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either prompt or messages.", "prompt")
@@ -53,23 +52,32 @@ async def tokenize(request: Request) -> Response:
         "max_model_len": serving.engine.limits.max_model_len,
         "tokens": ids,
     }
-    if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
-    return json_response(answer)
+
+    def work() -> Response:
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        return json_response(answer)
+
+    return await unhurried(work, large=len(ids) >= THREAD_FROM)
 
 
 async def detokenize(request: Request) -> Response:
     """Token ids to text, special tokens included."""
     serving = serving_of(request)
     serving.require_ready()
-    settings = serving.settings
-    raw = await read_object(request, settings.max_body_bytes)
-    check_names(raw, DetokenizeRequest, (), strict=settings.strict_fields)
-    body = to_record(raw, DetokenizeRequest)
+    body, _ = await read_record(request, serving.settings, DetokenizeRequest, {})
     serving.model_name(body.model)
-    tokenizer = serving.engine.tokenizer
-    ids = checked_ids(body.tokens, serving.engine.limits.vocab_size, "tokens")
-    return json_response({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
+    engine = serving.engine
+    if len(body.tokens) > MAX_IDS:
+        raise InvalidRequest(
+            f"tokens has {len(body.tokens)} ids; send at most {MAX_IDS} at a time.", "tokens"
+        )
+
+    def work() -> Response:
+        ids = checked_ids(body.tokens, engine.limits.vocab_size, "tokens")
+        return json_response({"prompt": engine.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    return await unhurried(work, large=len(body.tokens) >= THREAD_FROM)
 
 
 def _card(serving: Serving, name: str) -> dict[str, object]:

@@ -34,7 +34,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes that no running sequence uses."""
+    """Forget all cached prefixes; running sequences keep their own pages."""
     serving = serving_of(request)
     serving.require_ready()
     return json_response(await serving.engine.control("reset_prefix_cache"))

@@ -6,18 +6,20 @@ in a thread. Not for: sampling (`generation.py`).
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.prompts import check_length
+from octavo.server.body import unhurried
 from octavo.server.context import Serving
 from octavo.server.schema import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from octavo.text.chat import ChatTemplate, validate_messages
 from octavo.text.tokenizer import Tokenizer
 
-THREAD_FROM = 32 * 1024  # characters of messages that are rendered in a thread
+THREAD_FROM = 32 * 1024  # characters of messages that are checked and rendered in a thread
+PART_SIZE = 64  # what a message or a part of one counts as, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,8 @@ class Prompt:
 
 async def completion_prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]:
     """All prompts of a completion request, each truncated if asked for. Raises InvalidRequest."""
-    parts = split_prompts(request.prompt)
-    sequences = len(parts) * max(1, request.n or 1)
-    if sequences > serving.settings.max_sequences:
-        raise InvalidRequest(
-            f"prompt: {len(parts)} prompts with n = {request.n or 1} are {sequences} sequences; "
-            f"at most {serving.settings.max_sequences} go in one request.",
-            "prompt",
-        )
+    choices = max(1, request.n or 1)
+    parts = split_prompts(request.prompt, serving.settings.max_sequences // choices)
     special = request.add_special_tokens is not False
     prompts: list[Prompt] = []
     for part in parts:
@@ -55,13 +51,21 @@ async def completion_prompts(serving: Serving, request: CompletionRequest) -> li
     return prompts
 
 
-def split_prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
-    """One entry a prompt: texts stay texts, ids stay lists. Raises InvalidRequest."""
+def split_prompts(prompt: str | list[Any], most: int) -> list[str | list[Any]]:
+    """One entry a prompt, `most` at most: texts stay texts, ids stay lists. Raises InvalidRequest.
+
+    Their number is checked before any of them is looked at.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt is an empty list; send at least one token or text.", "prompt")
     first = prompt[0]
+    if isinstance(first, (str, list)) and len(prompt) > most:
+        raise InvalidRequest(
+            f"prompt holds {len(prompt)} prompts; at most {most} with this n go in one request.",
+            "prompt",
+        )
     if all(isinstance(item, str) for item in prompt):
         return list(prompt)
     if isinstance(first, list):
@@ -89,8 +93,11 @@ def checked_ids(ids: list[Any], vocab_size: int, name: str) -> list[int]:
 
 async def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> Prompt:
     """The rendered conversation of a request. Raises InvalidRequest."""
-    messages = validate_messages(request.messages, lenient=not serving.settings.strict_fields)
-    size = sum(len(message["content"]) for message in messages)
+    large = _size(request.messages or []) >= THREAD_FROM
+    lenient = not serving.settings.strict_fields
+    messages = await unhurried(
+        partial(validate_messages, request.messages, lenient=lenient), large=large
+    )
     if isinstance(request, TokenizeRequest) or request.truncate_prompt_tokens is None:
         at_least = serving.engine.tokenizer.at_least
         least = sum(at_least(message["content"]) for message in messages)
@@ -109,17 +116,32 @@ async def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) 
     opens = request.add_generation_prompt
     opens = not continues if opens is None else opens
 
-    def work() -> Prompt:
-        return _render(
-            template,
-            serving.engine.tokenizer,
-            messages,
-            arguments=arguments,
-            opens=opens,
-            continues=continues,
-        )
+    render = partial(
+        _render,
+        template,
+        serving.engine.tokenizer,
+        messages,
+        arguments=arguments,
+        opens=opens,
+        continues=continues,
+    )
+    return await unhurried(render, large=large)
 
-    return work() if size < THREAD_FROM else await asyncio.to_thread(work)
+
+def _size(messages: list[dict[str, Any]]) -> int:
+    """About how much work messages are that nobody has checked yet, in characters."""
+    size = PART_SIZE * len(messages)
+    for message in messages[: THREAD_FROM // PART_SIZE]:
+        content = message.get("content")
+        if isinstance(content, str):
+            size += len(content)
+        elif isinstance(content, list):
+            size += PART_SIZE * len(content) + sum(
+                len(text)
+                for part in content[: THREAD_FROM // PART_SIZE]
+                if isinstance(part, dict) and isinstance(text := part.get("text"), str)
+            )
+    return size
 
 
 def chosen_template(serving: Serving, wanted: str | None) -> ChatTemplate:

@@ -22,8 +22,9 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import DeadlineExceeded, OctavoError
 from octavo.log import Log
-from octavo.server.answer import Call
+from octavo.server.answer import Call, finish
 from octavo.server.errors import ClientGone, describe
+from octavo.server.generation import Choice, Job, Usage, deltas, fold
 from octavo.text.assembler import Delta
 
 T = TypeVar("T")
@@ -96,6 +97,18 @@ async def _settled(request: Request, task: asyncio.Future[Any], patience: float 
 async def _cancel(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def stream(request: Request, call: Call, job: Job, chunks: Chunks) -> Response:
+    """The answer as events."""
+    source = deltas(call.serving.engine, job)
+    return finish(await open_stream(request, source, chunks, call), call)
+
+
+async def whole(request: Request, call: Call, job: Job) -> tuple[list[Choice], Usage]:
+    """The answer in one piece."""
+    source = deltas(call.serving.engine, job)
+    return await until_gone(request, fold(source, job), call.deadline)
 
 
 async def open_stream(request: Request, source: Source, chunks: Chunks, call: Call) -> Response:

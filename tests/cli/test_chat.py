@@ -8,16 +8,18 @@ import json
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import pytest
 
 from octavo.cli.chat import Conversation
-from octavo.cli.chat_sources import Message, server_source
+from octavo.cli.chat_sources import EngineSource, Message, server_source
 from octavo.cli.main import main
 from octavo.errors import ClientError, EngineDead, ServerError
 from octavo.options import EngineArgs
+from octavo.text.chat import ChatTemplate
+from tests.text.samples import CHATML, chat_tokenizer
 
 
 class Fake(http.server.BaseHTTPRequestHandler):
@@ -269,3 +271,65 @@ def test_run_refuses_bad_lines(
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max-num-seqs", "3"], "--max-num-seqs"),
+        (["--no-enable-prefix-caching"], "--enable-prefix-caching"),
+        (["--config", "gone.toml"], "--config"),
+    ],
+)
+def test_flags_of_an_engine_do_not_go_with_a_server(
+    server: tuple[str, type[Fake]],
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    named: str,
+) -> None:
+    url, handler = server
+    assert main(["chat", "--url", url, *flags, "hello"]) == 1
+    assert f"octavo: {named} is for an engine of its own" in capsys.readouterr().err
+    assert handler.seen == []
+    assert main(["chat", "--url", url, "--model", "m", "--seed", "5", "hello"]) == 0
+    assert (handler.seen[0]["model"], handler.seen[0]["seed"]) == ("m", 5)
+
+
+def test_a_key_without_a_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--api-key", "k", "hello"]) == 1
+    assert "name it with --url" in capsys.readouterr().err
+
+
+def test_a_conversation_has_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--n", "2", "hello"]) == 2
+    assert "--n is not an option" in capsys.readouterr().err
+
+
+async def test_closing_an_answer_ends_the_request() -> None:
+    closed: list[bool] = []
+
+    class Engine:
+        """As much of an engine as a question needs."""
+
+        async def start(self) -> Any:
+            tokenizer = chat_tokenizer()
+            template = ChatTemplate(CHATML, tokenizer)
+            return types.SimpleNamespace(
+                chat_template=template, tokenizer=tokenizer, generation_defaults={}
+            )
+
+        async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
+            try:
+                while True:
+                    yield types.SimpleNamespace(outputs=[types.SimpleNamespace(text="hoo")])
+            finally:
+                closed.append(True)
+
+    source = EngineSource(Engine(), {})  # type: ignore[arg-type]
+    pieces = source._pieces([{"role": "user", "content": "Hi"}], "a")
+    assert await anext(pieces) == "hoo"
+    await pieces.aclose()
+    assert closed == [True]
+    source._loop.call_soon_threadsafe(source._loop.stop)
+    source._thread.join()
+    source._loop.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies
 
+from octavo.cli.flags import Parser, add_options
 from octavo.errors import ConfigError
 from octavo.fields import Option, flag_of, options_of, parse, parse_size
 from octavo.options import AsyncEngineArgs, EngineArgs, ServerArgs, cache_dir, read_file
@@ -257,3 +258,74 @@ def test_the_cache_folder_moves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_flag_names() -> None:
     assert flag_of("max_num_seqs") == "--max-num-seqs"
+
+
+def test_texts_in_a_file_are_read_like_flags(tmp_path: Path) -> None:
+    path = tmp_path / "o.json"
+    values = {
+        "kv-cache-memory-bytes": "512M",
+        "max-num-seqs": "1k",
+        "max-model-len": "auto",
+        "enable-prefix-caching": "false",
+        "hf-overrides": '{"a": 1}',
+        "revision": "none",
+        "dtype": "half",
+    }
+    path.write_text(json.dumps(values))
+    args = EngineArgs.gather({}, read_file(str(path)), str(path))
+    args.check()
+    assert args.kv_cache_memory_bytes == 512 * 2**20
+    assert (args.max_num_seqs, args.max_model_len) == (1000, "auto")
+    assert args.enable_prefix_caching is False
+    assert args.hf_overrides == {"a": 1}
+    assert args.revision is None
+    assert args.dtype == "float16"
+    assert args.sources["dtype"] == f"file {path}"
+
+
+def test_a_text_in_a_file_that_is_no_number_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(in a\.json\) is 'many'"):
+        EngineArgs.gather({}, {"max_num_seqs": "many"}, "a.json")
+
+
+@pytest.mark.parametrize("text", ["INFO", "Info", "info"])
+def test_choices_may_be_in_any_case_wherever_they_come_from(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    assert ServerArgs(log_level=text).log_level == "info"
+    assert ServerArgs.gather({"log_level": text}, {}).log_level == "info"
+    assert ServerArgs.gather({}, {"log_level": text}, "a.toml").log_level == "info"
+    parser = Parser("serve", "x")
+    add_options(parser, ServerArgs)
+    assert parser.parse(["--log-level", text]).log_level == "info"
+    monkeypatch.setenv("OCTAVO_LOGGING_LEVEL", text)
+    assert ServerArgs().log_level == "info"
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("FLOAT", "float32")])
+def test_words_for_number_formats(word: str, dtype: str) -> None:
+    assert EngineArgs(dtype=word).dtype == dtype
+    assert EngineArgs.gather({"dtype": word}, {}).dtype == dtype
+    assert EngineArgs.gather({}, {"dtype": word}, "a.toml").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("ssl_keyfile", "ssl-certfile"), ("ssl_certfile", "ssl-keyfile")]
+)
+def test_https_needs_both_files(name: str, other: str) -> None:
+    args = ServerArgs(**{name: "a.pem"})
+    with pytest.raises(ConfigError, match=f"{name}='a.pem': HTTPS needs --{other} as well"):
+        args.check()
+    ServerArgs(ssl_keyfile="a.pem", ssl_certfile="a.pem").check()
+
+
+def test_a_revision_of_no_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tokenizer_revision='v1'"):
+        EngineArgs(tokenizer_revision="v1").check()
+    EngineArgs(tokenizer="a", tokenizer_revision="v1").check()
+
+
+def test_what_quantization_there_is() -> None:
+    EngineArgs(quantization="int8").check()
+    with pytest.raises(ConfigError, match="int8 is the only method"):
+        EngineArgs(quantization="awq").check()

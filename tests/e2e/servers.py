@@ -42,7 +42,7 @@ class RunningServer:
         for pid in map(int, children.split()):
             if b"octavo.core" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
-        raise AssertionError("the server has no engine core")
+        raise LookupError("the server has no engine core")
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def wait_for(condition, server: RunningServer, seconds: float = START_SECONDS) -
     """Polls until the condition holds; the seconds it took."""
     start = time.monotonic()
     while time.monotonic() - start < seconds:
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx.HTTPError, LookupError):
             if condition():
                 return time.monotonic() - start
         time.sleep(0.05)

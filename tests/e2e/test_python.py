@@ -112,3 +112,34 @@ async def _abort_ends_a_request(engine: AsyncLLMEngine) -> None:
     await asyncio.wait_for(task, 5)
     assert reasons[-1] == "abort"
     assert len(reasons) < 400
+
+
+def test_a_seed_of_the_engine_repeats(smollm2_gguf: Path) -> None:
+    seed = random.randrange(2**31)
+    texts = []
+    for _ in range(2):
+        llm = LLM(str(smollm2_gguf), seed=seed, **SIZES)
+        params = SamplingParams(temperature=1.5, max_tokens=16)
+        texts.append([o.outputs[0].text for o in llm.generate(PROMPTS, params, use_tqdm=False)])
+        llm.shutdown()
+    assert texts[0] == texts[1], f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"override_generation_config": {"nonsense": 1}}, "nonsense"),
+        ({"override_generation_config": {"temperature": "hot"}}, "temperature"),
+        ({"revision": "main", "model": "smollm2-135m"}, "revision"),
+        ({"max_model_len": 10_000}, "8192"),
+    ],
+)
+def test_options_that_cannot_be_honoured(smollm2_gguf: Path, options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(**{"model": str(smollm2_gguf), **options})
+
+
+def test_overrides_reach_every_part(smollm2_gguf: Path) -> None:
+    longer = {"max_position_embeddings": 16384}
+    llm = LLM(str(smollm2_gguf), hf_overrides=longer, max_model_len=10_000, max_num_seqs=1)
+    assert llm.info.max_model_len == 10_000

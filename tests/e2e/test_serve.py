@@ -181,3 +181,25 @@ def test_a_full_queue_refuses_and_a_deadline_ends(smollm2_gguf: Path, tmp_path: 
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "RateLimitError"
+
+
+def test_a_core_that_dies_while_it_starts_again_is_started_again(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    with serving(smollm2_gguf, tmp_path / "log", *SMALL) as server:
+        first = server.core_pid()
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: server.core_pid() != first, server, 10)
+        os.kill(server.core_pid(), signal.SIGKILL)
+        wait_for(lambda: server.get("/health/ready").status_code == 200, server)
+        assert server.gauge("octavo:core_deaths_total") == 2
+
+
+def test_a_drain_without_time_ends_at_once(smollm2_gguf: Path, tmp_path: Path) -> None:
+    with serving(smollm2_gguf, tmp_path / "log", *SMALL, "--shutdown-timeout", "0") as server:
+        stream = Stream(server, 900)
+        wait_for(lambda: server.gauge("vllm:num_requests_running") == 1, server, 20)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(4) == 0
+        stream.join(5)
+        assert stream.ended_with_error

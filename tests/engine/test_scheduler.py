@@ -311,3 +311,15 @@ def test_modules_that_come_with_the_scheduler() -> None:
     modules = found.stdout.split()
     assert len(modules) <= 8, modules
     assert all(module.split(".")[0] == "octavo" for module in modules), modules
+
+
+def test_deadlines_of_ended_requests_are_not_kept() -> None:
+    bench = Bench()
+    kept = bench.add([1, 2], 5, deadline=7.0)
+    for number in range(1000):
+        bench.add([3], 5, id=f"x{number}", deadline=1e9 + number)
+        bench.core.abort([f"x{number}"])
+    assert len(bench.scheduler._deadlines) < 100
+    bench.now = 8.0
+    bench.step()
+    assert bench.last(kept).reason == "timeout"

@@ -184,6 +184,43 @@ def test_rows_of_padding(device: torch.device, rows: int, form: str) -> None:
     assert int(stored) == (rows - 1) * need.num_kv_heads
 
 
+@pytest.mark.parametrize("form", [EVEN, UNEVEN])
+@pytest.mark.parametrize("cache", [BF16, E4M3])
+def test_a_captured_step_serves_other_lengths(
+    device: torch.device, cache: torch.dtype, form: str
+) -> None:
+    """A graph fixes rows and form; lengths, pages and slots are read when it is replayed."""
+    if device.type != "cuda":
+        pytest.skip("no CUDA device")
+    need = make_need(device, cache_dtype=cache, block_size=64)
+    backend = TritonAttention()
+    lens = [900, 60, 300, 5]
+    batch = make_batch(need, backend, [1] * 4, lens)
+    backend.reserve(16)
+    q = torch.randn(4, need.num_heads, need.head_dim, device=device).to(BF16)
+    k, v = torch.randn(2, 4, need.num_kv_heads, need.head_dim, device=device).to(BF16)
+
+    def step() -> Tensor:
+        planned = replace(batch, attn=backend.plan(batch, form))
+        return backend.forward(q, k, v, 0, need, planned)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for shorter in (0, 1, 4):
+        changed = [max(1, length - 70 * shorter) for length in lens]
+        batch.kv_lens.copy_(torch.tensor(changed, dtype=torch.int32))
+        at = torch.tensor(changed) - 1
+        pages = batch.block_table.cpu()[torch.arange(4), at // 64]
+        batch.slot_map.copy_((pages * 64 + at % 64).int())
+        q.normal_()
+        poison(found)
+        graph.replay()
+        assert distance(found, dense(q, need, batch)) < bound(device, BF16)
+
+
 @pytest.mark.parametrize("norms", [False, True])
 def test_fused_equals_apart(device: torch.device, norms: bool) -> None:
     need = make_need(device, dtype=F32, cache_dtype=F32)

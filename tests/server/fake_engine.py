@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
-from octavo.errors import EngineDead, OctavoError
+from octavo.errors import EngineDead, OctavoError, Overloaded
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
 from octavo.sampling_params import SamplingParams
@@ -95,6 +95,10 @@ class FakeEngine:
     async def control(self, op: str, **args: str) -> dict[str, str]:
         self.controls.append(op)
         return {"done": op}
+
+    def admit(self, sequences: int, prompt_tokens: int) -> None:
+        if isinstance(self.faults.refuse, Overloaded):
+            raise self.faults.refuse
 
     async def generate(
         self,

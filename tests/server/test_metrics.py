@@ -210,7 +210,7 @@ def test_gauges_fall_to_zero_when_the_engine_is_lost() -> None:
     metrics = make(aliases=frozenset({"seed"}))
     metrics.step(StepStats(running=3, waiting=2, blocks_used=4, blocks_total=8, queued_tokens=9))
     assert value(read(metrics), "vllm:num_requests_waiting_by_reason", reason="capacity") == 2
-    metrics.engine_lost()
+    metrics.core_died()
     samples = read(metrics)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert value(samples, f"vllm:{name}") == 0

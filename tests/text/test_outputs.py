@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 def test_outputs():
@@ -12,7 +12,7 @@ def test_outputs():
     assert choice.finished()
     output = RequestOutput(
         "r1", "France?", [1, 2], outputs=[choice], finished=True,
-        metrics=RequestMetrics(1.0), of_a_later_version=3,
+        of_a_later_version=3,
     )  # fmt: skip
     shown = repr(output)
     assert shown.startswith("RequestOutput(request_id='r1', prompt='France?', ")

@@ -128,6 +128,8 @@ def decode_kernel(
             span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
             low = (first + tl.program_id(2) * span) * BN
             high = tl.minimum(low + span * BN, length)
+            if low >= high:
+                return  # the merge knows how many pieces there are
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
@@ -179,10 +181,11 @@ def decode_kernel(
         tl.store(lse_ptr + at_piece + head * G + g, lse, mask=g < G)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lens_ptr"])
 def merge_kernel(
     partial_ptr,  # f32 [pieces, Q, D]
     lse_ptr,  # f32 [pieces, Q]
+    lens_ptr,  # i32[R], read if not LIST
     firsts_ptr,  # i32[R], read if LIST
     counts_ptr,
     out_ptr,  # [R, Q, D]
@@ -190,6 +193,8 @@ def merge_kernel(
     Q: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,  # pieces read at once
     LIST: tl.constexpr,
     PDL: tl.constexpr,
@@ -205,7 +210,11 @@ def merge_kernel(
         count = tl.load(counts_ptr + row)
     else:
         first = row * splits
-        count = splits
+        length = tl.load(lens_ptr + row)
+        blocks = tl.cdiv(length, BN)
+        if WINDOW > 0:
+            blocks -= tl.maximum(length - WINDOW, 0) // BN
+        count = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, splits), 1))
     d = tl.arange(0, DP)
     best = LOWEST
     total = 0.0
@@ -289,6 +298,7 @@ def decode(
     merge_kernel[(rows, num_heads)](
         pieces.partial,
         pieces.lse,
+        lens,
         pieces.firsts,
         pieces.counts,
         out,
@@ -296,7 +306,9 @@ def decode(
         Q=num_heads,
         D=size,
         DP=power_of_2(size),
-        CHUNK=16 if form == 2 else min(32, power_of_2(splits)),
+        BN=tile.keys,
+        WINDOW=heads.window,
+        CHUNK=16 if form == 2 else min(16, power_of_2(splits)),
         LIST=form == 2,
         num_warps=4,
         **early,

@@ -197,12 +197,12 @@ def varlen(
     """Attention of q [T, Q, D] over pages [N, K, P, D] into out [T, Q, D], causal.
 
     A row's queries are the last of its `lens` keys, which are stored already. `tma` reads pages
-    by the bulk copy engine; None: where it can.
+    by the bulk copy engine; None: where it can and the work is worth the longer launch.
     """
     _, num_heads, size = q.shape
     _, kv_heads, page, _ = keys.shape
     if tma is None:
-        tma = can_use_tma(keys, tile)
+        tma = tile_rows >= 128 and can_use_tma(keys, tile)
     varlen_kernel[(kv_heads, queries.tiles.shape[0])](
         q,
         _describe(keys, tile) if tma else keys,

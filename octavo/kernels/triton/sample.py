@@ -77,11 +77,12 @@ def chunk_kernel(
     broken = tl.max((z != z).to(tl.int32), 0) > 0
     best = tl.max(z, 0)
     first = tl.min(tl.where((z == best) & inside, at, V), 0)
-    weight = weight_of(z, best)
-    kept = z > -INFINITY
-    if CUT:
-        kept = kept & (order_of(z) >= tl.load(cut_ptr + row))
-    total = tl.sum(tl.where(kept, weight, 0.0), 0)
+    total = tl.full([], 0.0, tl.float64)
+    if temperature != 0.0:
+        kept = z > -INFINITY
+        if CUT:
+            kept = kept & (order_of(z) >= tl.load(cut_ptr + row))
+        total = tl.sum(tl.where(kept, weight_of(z, best), 0.0), 0)
     slot = row * chunks + chunk
     tl.store(best_ptr + slot, tl.where(broken, float("nan"), best))
     tl.store(where_ptr + slot, first)

@@ -7,8 +7,8 @@ A first look at all tokens is already done (`chunk_kernel`). Here:
     cut      one program a row: halves the range of orders over the list, held in registers
 
 Floors: with top_k, the k-th of the greatest of groups of GROUP tokens, as each of the k groups has
-a token that is no less; with top_p alone, tokens that weigh no more than (1 - top_p) / V of the
-sum, which together are in the part that is dropped; with min_p, the weight itself. A row whose list
+a token that is no less; with top_p alone, an order below which all tokens together are in the
+part that is dropped, by the groups' greatest; with min_p, the weight itself. A row whose list
 overflows is searched over all its tokens instead. Not for: the draw (`sample.py`).
 Next file: `attention_math.py`.
 """
@@ -27,6 +27,7 @@ from octavo.kernels.triton.launch import pdl, power_of_2
 CHUNK = 4096  # tokens of a program that looks at all
 GROUP = 64
 ROOM = 8192  # candidates of a row
+LEAST = tl.constexpr(-2139095041)  # the order of -infinity
 INFINITY = tl.constexpr(float("inf"))
 
 
@@ -94,6 +95,31 @@ def _whole_weight(best_ptr, sum_ptr, row, chunks, top, CP: tl.constexpr):
 
 
 @triton.jit
+def _floor_by_weight(group_ptr, groups, top, allowed, GROUP: tl.constexpr, GP: tl.constexpr):
+    """The greatest order below which lies, for sure, no more than `allowed` of the weight.
+
+    A group whose greatest is below it has at most GROUP times that one's weight there, another at
+    most GROUP - 1 times the weight of the order itself.
+    """
+    g = tl.arange(0, GP)
+    greatest = tl.load(group_ptr + g, mask=g < groups, other=-INFINITY)
+    order = tl.where(g < groups, order_of(greatest), -2147483648)
+    weights = tl.where(greatest > -INFINITY, weight_of(greatest, top), 0.0)
+    low = tl.full([], LEAST, tl.int32)
+    above = order_of(top) + 1
+    while low < above - 1:
+        middle = middle_of(low, above)
+        weight = weight_of(z_of(middle), top)
+        below = tl.sum(tl.where(order < middle, weights, 0.0), 0) * GROUP
+        reaching = tl.sum(((order >= middle) & (g < groups)).to(tl.float64), 0)
+        if below + reaching * (GROUP - 1) * weight <= allowed:
+            low = middle
+        else:
+            above = middle
+    return low
+
+
+@triton.jit
 def floor_kernel(
     temperature_ptr,
     top_k_ptr,
@@ -107,6 +133,7 @@ def floor_kernel(
     V,
     chunks,
     groups,
+    GROUP: tl.constexpr,
     CP: tl.constexpr,
     GP: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,9 +157,14 @@ def floor_kernel(
             floor = _least_of_weight(top, min_p.to(tl.float64))
         if (top_p < 1.0) & (min_p == 0.0) & ((top_k <= 0) | (top_k >= V)):
             total = _whole_weight(best_ptr, sum_ptr, row, chunks, top, CP)
-            # The half is for the rounding of the sums.
-            dropped = 0.5 * (1.0 - top_p.to(tl.float64)) * total / V
-            floor = _least_of_weight(top, dropped)
+            floor = _floor_by_weight(
+                group_ptr + row.to(tl.int64) * groups,
+                groups,
+                top,
+                0.999 * (1.0 - top_p.to(tl.float64)) * total,  # less than 1 for rounding's sake
+                GROUP,
+                GP,
+            )
         if (top_k > 0) & (top_k < V) & (top_k <= groups):
             g = tl.arange(0, GP)
             at = group_ptr + row.to(tl.int64) * groups + g
@@ -314,6 +346,7 @@ def find_cuts(
         vocab,
         chunks,
         groups.shape[1],
+        GROUP=GROUP,
         CP=power_of_2(chunks),
         GP=power_of_2(groups.shape[1]),
         num_warps=4,

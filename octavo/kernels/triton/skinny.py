@@ -15,9 +15,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton.activation import silu
-from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
+from octavo.kernels.triton.launch import divide_up, pdl
 
 MAX_ROWS = 64
+MAX_WEIGHT = 8 << 20  # elements
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -95,7 +96,7 @@ def skinny(
     outputs = rows // 2 if silu else rows
     count = x.shape[0]
     out = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
-    block_rows, block_columns, warps, stages = tile or skinny_tile(columns)
+    block_rows, block_columns, warps, stages = tile or skinny_tile(count, outputs, columns)
     skinny_kernel[(divide_up(outputs, block_rows),)](
         x.contiguous(),
         weight,
@@ -104,7 +105,7 @@ def skinny(
         count,
         rows,
         K=columns,
-        BM=max(16, power_of_2(count)),
+        BM=16 if count <= 16 else 64,
         BN=block_rows,
         BK=block_columns,
         BIAS=bias is not None,
@@ -116,9 +117,19 @@ def skinny(
     return out
 
 
-def skinny_tile(columns: int) -> tuple[int, int, int, int]:
-    """(rows of the weight, columns, warps, stages) of a program."""
-    block_columns = 256
+def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether this kernel multiplies x [M, K] by weight [N, K] faster than the library."""
+    small = weight.numel() <= MAX_WEIGHT and weight.shape[1] % 64 == 0
+    return small and 1 < x.shape[0] <= MAX_ROWS and x.dtype.itemsize == 2
+
+
+def skinny_tile(count: int, outputs: int, columns: int) -> tuple[int, int, int, int]:
+    """(rows of the weight, columns, warps, stages) of a program, as measured on an H200."""
+    if outputs <= 2048:  # a few programs, each with much in flight
+        tile = (16, 256, 2, 3) if count <= 16 else (16, 128, 4, 5)
+    else:
+        tile = (32, 64, 4, 5) if count <= 16 else (32, 128, 4, 4)
+    rows, block_columns, warps, stages = tile
     while columns % block_columns:
         block_columns //= 2
-    return 16, block_columns, 4, 3
+    return rows, block_columns, warps, stages

@@ -1,0 +1,70 @@
+"""One request of a caller to the sequences that the core is asked for: one for each choice.
+
+Shared by the server's side (`text_engine.py`) and `LLM`, so that both mean the same by a request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from random import Random
+
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import SamplingParams
+from octavo.text.tokenizer import Tokenizer
+from octavo.types import AddRequest
+
+PRIORITY_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """When a request came, before which others it goes, and when it is too late for it."""
+
+    arrival: float
+    priority: int = 0  # lower is served first
+    deadline: float = 0.0  # 0 is none
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not -PRIORITY_LIMIT <= self.priority < PRIORITY_LIMIT:
+            raise InvalidRequest(f"priority = {self.priority} must fit 32 bits.", "priority")
+
+
+def request_seeds(seed: int | None) -> Random:
+    """Seeds for requests that bring none. Without a `seed` no two engines answer alike."""
+    return Random(secrets.randbits(64) if seed is None else seed)
+
+
+def expand(
+    prompt_ids: list[int],
+    params: SamplingParams,
+    scheduling: Scheduling,
+    *,
+    group: str,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    seed: int,
+) -> list[AddRequest]:
+    """`params.n` sequences with ids made of `group`; `seed` is for a request that has none."""
+    room = max_model_len - len(prompt_ids)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    return [
+        AddRequest(
+            id=f"{group}-{index}",
+            prompt_ids=prompt_ids,
+            params=params.to_token_params(
+                tokenizer,
+                eos_ids=tokenizer.eos_ids,
+                max_tokens=max_tokens,
+                index=index,
+                seed=seed,
+            ),
+            arrival=scheduling.arrival,
+            group=group,
+            priority=scheduling.priority,
+            deadline=scheduling.deadline,
+            cache_salt=scheduling.cache_salt,
+        )
+        for index in range(params.n)
+    ]

@@ -1,0 +1,64 @@
+"""What the events of both generating routes share: how each begins and ends, and the counts.
+
+Most events differ from each other in two places only, so they are put together from parts that
+were encoded once. Not for: what lies between (`chat.py`, `completions.py`).
+Next file: `stream.py`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.server.answer import Call, head
+from octavo.server.generation import Counter, Job
+from octavo.server.schema import Generation
+from octavo.text.assembler import Delta
+
+encode = msgspec.json.encode
+
+UNFINISHED = b',"finish_reason":null}]'
+
+
+class Frame:
+    """The frame around the choices of one streamed answer; `kind` is its `object`."""
+
+    def __init__(self, call: Call, body: Generation, job: Job, kind: str) -> None:
+        self._head = head(call, kind)
+        self._prefix = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
+        self._unopened = set(range(job.num_choices))
+        self._counter = Counter(job)
+        options = body.stream_options
+        wanted = options is not None and bool(options.include_usage)
+        self._usage_at_end = wanted or call.serving.settings.force_include_usage
+        self._usage_each = wanted and options is not None and bool(options.continuous_usage_stats)
+        self._ids = bool(body.return_token_ids)
+
+    def opens(self, index: int, delta: Delta) -> bool:
+        """Counts a delta; True if it is the first of its choice."""
+        self._counter.count(index, delta)
+        if index not in self._unopened:
+            return False
+        self._unopened.remove(index)
+        return True
+
+    def event(self, index: int, parts: list[bytes]) -> bytes:
+        """One event of choice `index`; `parts` go from its index to the end of the choices."""
+        usage = b',"usage":' + encode(self._counter.usage.body()) if self._usage_each else b""
+        return b"".join((self._prefix, b"%d" % index, *parts, usage, b"}\n\n"))
+
+    def tail(self, delta: Delta) -> list[bytes]:
+        """The last parts of an event with news: token ids if wanted, and why the choice ended."""
+        parts = [b',"token_ids":', encode(delta.token_ids)] if self._ids else []
+        if delta.finish_reason is None:
+            parts.append(UNFINISHED)
+        else:
+            parts += (b',"finish_reason":', encode(delta.finish_reason))
+            parts += (b',"stop_reason":', encode(delta.stop_reason), b"}]")
+        return parts
+
+    def usage(self) -> bytes:
+        """The last event, without choices; empty if no usage is wanted."""
+        if not self._usage_at_end:
+            return b""
+        last = {**self._head, "choices": [], "usage": self._counter.usage.body()}
+        return b"data: " + encode(last) + b"\n\n"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import Policy, SchedulerConfig, WorkerConfig
-from octavo.device.probe import built_for_cuda, has_gpu, torch_folder
 from octavo.errors import ConfigError
 from octavo.options import EngineArgs, cache_dir, visible_gpus
+from octavo.probe import built_for_cuda, has_gpu, torch_folder
 from octavo.types import WorkerInfo
 
 FIT_TO_MEMORY = -1
@@ -162,8 +162,8 @@ def _kv_cache_dtype(args: EngineArgs, device: str) -> str:
     if known in FP8:
         if device == "cpu":
             raise ConfigError(
-                f"{args.label('kv_cache_dtype')}: the CPU keeps keys and values in the model's "
-                "format; use auto, or --device cuda.",
+                f"{args.label('kv_cache_dtype')}: keys and values are kept in the "
+                "model's format on the CPU; use auto, or --device cuda.",
                 "kv_cache_dtype",
             )
         return known

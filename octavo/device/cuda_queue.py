@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from octavo.device.cuda import CudaDevice
-from octavo.kernels.triton.ahead import compile_ahead
+from octavo.device.cuda_ahead import compile_ahead
 
 TRITON_FOLDER = "triton"  # of compiled kernels, below the cache folder
 

@@ -2,7 +2,7 @@
 
 The API process must know it before the worker starts, for the defaults that depend on it. Looks at
 the driver's files and at torch's own record of how it was built. The worker alone can tell whether
-the GPU really works, and says why if it does not. Not for: the worker (`cuda.py`).
+the GPU really works, and says why if it does not. Not for: the worker (`device/cuda.py`).
 """
 
 from __future__ import annotations

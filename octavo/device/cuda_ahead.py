@@ -3,7 +3,7 @@
 Triton compiles a kernel at its first launch, one after the other, half a second each. Here the work
 is rehearsed: each launch that would compile is noted for a pool of threads and left out, and what
 the work computes is garbage. What cannot be compiled this way is compiled at its first launch.
-Not for: launching anything. Next file: `octavo/device/cuda_queue.py`.
+Not for: launching anything. Next file: `cuda_queue.py`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Next file: `models/load.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -170,6 +171,14 @@ def fill(
         progress=progress,
         device=device.name,
     )
+
+
+def shortened(decoder: Decoder) -> Decoder:
+    """The same with one block of each kind: it launches all kernels that the whole one does."""
+    short = copy(decoder)
+    kinds = {block.attention.need: block for block in reversed(decoder.blocks)}
+    short.blocks = tuple(kinds.values())
+    return short
 
 
 def finish(decoder: Decoder, ops: Ops) -> tuple[Model, str]:

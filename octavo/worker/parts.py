@@ -32,10 +32,9 @@ class Parts:
     note: str  # why there are no graphs, or how many can be
 
     def rehearse(self) -> None:
-        """Does once what decode steps of some sizes do."""
+        """Does once what the decode steps do that `capture` captures."""
         if self.graphs is not None:
-            largest = self.limits.max_rows
-            self.graphs.rehearse([size for size in (largest, 64, 8, 2, 1) if size <= largest])
+            self.graphs.rehearse(ladder(self.limits.max_rows))
 
     def capture(self) -> str:
         """Captures graphs of steps within the limits; a line that says so."""

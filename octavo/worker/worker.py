@@ -23,6 +23,7 @@ from octavo.worker.assemble import (
     finish,
     open_device,
     open_model,
+    shortened,
 )
 from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
 from octavo.worker.parts import Parts, make_parts
@@ -71,7 +72,7 @@ class Worker:
         peak = 0
         if device.own_memory:
             with self._phase("profile"):
-                peak = self._peak_of_a_step(model, choices)
+                peak = self._peak_of_a_step(model, shortened(decoder), choices)
                 device.trim()
         with self._phase("cache"):
             cache = plan_cache(self._cache_request(choices, free_at_start, peak))
@@ -159,26 +160,27 @@ class Worker:
             max_model_len=max_model_len,
         )
 
-    def _peak_of_a_step(self, model: Model, choices: Choices) -> int:
+    def _peak_of_a_step(self, model: Model, short: Model, choices: Choices) -> int:
         """Bytes that the largest step takes for a while: one prompt beside as many answers as can.
 
-        It runs on a cache of one block, which all of its rows write to.
+        It runs on a cache of one block, which all of its rows write to. `short` is for rehearsals.
         """
         config = self._config
         longest = choices.spec.max_model_len
         if config.max_model_len is not None and config.max_model_len > 0:
             longest = min(longest, config.max_model_len)
-        parts = self._make_parts(model, choices, 1, longest)
+        rehearsed = self._make_parts(short, choices, 1, longest)
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
         small = _plan_of(largest_step(rows, min(tokens, 2 * rows + 64), longest))
         largest = _plan_of(largest_step(rows, tokens, longest))
 
         def rehearsal() -> None:
-            parts.runner.step(small)
-            parts.rehearse()
+            rehearsed.runner.step(small)
+            rehearsed.rehearse()
 
         self._device.rehearse(rehearsal)
-        return self._device.peak_of(lambda: _do(parts.runner, largest))
+        runner = self._make_parts(model, choices, 1, longest).runner
+        return self._device.peak_of(lambda: _do(runner, largest))
 
     def _warm_up(self, cache: CachePlan, block_size: int) -> tuple[str, ...]:
         """A short prompt, then one more token: what is made on first use is made now.

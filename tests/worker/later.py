@@ -44,12 +44,14 @@ class LaterDevice(CpuDevice):
         self.pending: list[Callable[[], None]] = []
         self._passed = 0
         self._staging: set[int] = set()
+        self._kept: list[Tensor] = []
         self.captured = 0
         self.replayed = 0
 
     def staging(self, count: int) -> Tensor:
         memory = super().staging(count)
         self._staging.add(memory.untyped_storage().data_ptr())
+        self._kept.append(memory)  # or its address may become that of other memory
         return memory
 
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -27,6 +27,7 @@ from octavo.kernels.ops import PackedWeight, SampleRows
 
 QUERY_HEADS, KEY_HEADS, SIZE, PAGE = 32, 8, 128, 64
 HIDDEN, INNER, LAYERS, VOCAB = 4096, 14336, 32, 128256
+CONTEXT = 512
 ROTATION = 400 << 20  # bytes that the launches of a graph read in turn, at least
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -242,7 +243,7 @@ def products(card: Card) -> Iterator[Row]:
 
 
 def chain(card: Card) -> Iterator[Row]:
-    """All layers of the 8B shape at batch 1, 1024 keys: what a decode step's graph holds."""
+    """All layers of the 8B shape at CONTEXT keys a row: what a decode step's graph holds."""
     layer = {
         "qkv": (6144, HIDDEN),
         "o": (HIDDEN, HIDDEN),
@@ -261,8 +262,8 @@ def chain(card: Card) -> Iterator[Row]:
     rules = HeadRules(torch.randn(32768, SIZE, device=card.device))
     size = sum(one.data.numel() * 2 for block in made for one in block.values())
     size += head.data.numel() * 2
-    for count in (1, 8, 64, 256):
-        batch = card.batch([1] * count, [1024] * count, BF16, 4)
+    for count in (1, 8, 64, 256, 512):
+        batch = card.batch([1] * count, [CONTEXT] * count, BF16, 4)
         batch = replace(batch, attn=backend.plan(batch))
         x = torch.randn(count, HIDDEN, device=card.device, dtype=BF16)
 
@@ -291,8 +292,8 @@ def chain(card: Card) -> Iterator[Row]:
         time = graph_time([products_only])
         yield "8B chain", f"products, {count} rows", time, card.percent(size, time)
         time = graph_time([step])
-        moved = size + count * 1024 * KEY_HEADS * SIZE * 4 * LAYERS
-        yield "8B chain", f"whole step, {count} rows at 1k", time, card.percent(moved, time)
+        moved = size + count * CONTEXT * KEY_HEADS * SIZE * 4 * LAYERS
+        yield "8B chain", f"whole step, {count} rows at {CONTEXT}", time, card.percent(moved, time)
 
 
 def weights_of(card: Card, rows: int, columns: int) -> PackedWeight:

@@ -66,6 +66,7 @@ class TritonAttention:
     def __init__(self) -> None:
         self._need: AttentionNeed | None = None
         self._room: _Room | None = None
+        self._outgrown: list[_Room] = []  # captured graphs may still point into them
 
     def supports(self, need: AttentionNeed) -> str | None:
         """Heads of 16 to 256 in steps of 16, pages of 16 to 128, f32, bf16, f16 and FP8 caches."""
@@ -103,6 +104,8 @@ class TritonAttention:
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
+        if self._room is not None:
+            self._outgrown.append(self._room)
         heads = pieces * need.num_heads
         self._room = _Room(
             max_rows,

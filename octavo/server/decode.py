@@ -1,8 +1,9 @@
 """Bytes of a body to a request record, strictly.
 
 The rules: UTF-8 without a byte order mark, one JSON object, no NaN or Infinity, numbers within
-64 bit or double range, no half surrogate pairs, no NUL, at most about a thousand levels deep. Of
-a key given twice the last value counts. Unknown fields are refused with the nearest known name, or
+64 bit or double range, no half surrogate pairs, no NUL, at most about a thousand levels deep, no
+more values than are made in a moment, for no other thread runs while they are. Of a key given
+twice the last value counts. Unknown fields are refused with the nearest known name, or
 listed if the operator wants leniency. Not for: the meaning of values.
 """
 
@@ -25,6 +26,9 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 _NUMBER = re.compile(rb'"([^"\\]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9][0-9.eE+-]*))')
 _SEARCHED = 2**20  # bytes of a refused body that are searched for the culprit
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
+_BACKSLASH = ord("\\")
+MAX_OBJECTS = 2**18  # texts, lists and objects of a body
+MAX_SEPARATORS = 3 * 2**20  # commas between values; most are between token ids
 _MAX_SHOWN = 8  # names in a message
 
 
@@ -34,6 +38,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("The request body is empty; send a JSON object.")
     if body[:3] == b"\xef\xbb\xbf":
         raise InvalidRequest("The request body begins with a byte order mark; leave it out.")
+    refuse_crowded(body)
     try:
         value = msgspec.json.decode(body)
         if b"\\u0000" in body:
@@ -47,6 +52,41 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"The request body must be a JSON object, not {_json_name(value)}.")
     return value
+
+
+def refuse_crowded(body: bytes) -> None:
+    """Raises InvalidRequest for more values than a request can use; what is in texts is no value.
+
+    They are counted one by one only if there may be too many.
+    """
+    at_most = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    if at_most <= MAX_OBJECTS and body.count(b",") <= MAX_SEPARATORS:
+        return
+    separators = objects = at = 0
+    while at >= 0:
+        start = body.find(b'"', at)
+        end = len(body) if start < 0 else start
+        separators += body.count(b",", at, end)
+        objects += (start >= 0) + body.count(b"[", at, end) + body.count(b"{", at, end)
+        if separators > MAX_SEPARATORS or objects > MAX_OBJECTS:
+            raise InvalidRequest(
+                f"The request body holds more than {MAX_OBJECTS} texts, lists and objects, or "
+                f"more than {MAX_SEPARATORS} values; send several requests."
+            )
+        at = _end_of_text(body, start) if start >= 0 else -1
+
+
+def _end_of_text(body: bytes, start: int) -> int:
+    """The place after the text whose opening quote is at `start`; -1 if it does not end."""
+    end = body.find(b'"', start + 1)
+    while end >= 0:
+        slash = end
+        while body[slash - 1] == _BACKSLASH:
+            slash -= 1
+        if (end - slash) % 2 == 0:
+            return end + 1
+        end = body.find(b'"', end + 1)
+    return -1
 
 
 def to_record(body: Mapping[str, Any], kind: type[Record]) -> Record:

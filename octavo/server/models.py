@@ -12,7 +12,7 @@ from octavo.server.errors import json_response
 from octavo.server.prompts import chat_prompt, checked_ids
 from octavo.server.schema import DetokenizeRequest, TokenizeRequest
 
-MAX_IDS = 2**20  # of one /detokenize
+MAX_IDS = 2**20  # of one /detokenize, or shown as texts by one /tokenize
 THREAD_FROM = 8192  # ids
 
 
@@ -47,6 +47,11 @@ async def tokenize(request: Request) -> Response:
         ids = await tokenizer.encode_async(body.prompt, special)
     else:
         ids = (await chat_prompt(serving, body)).ids
+    if body.return_token_strs and len(ids) > MAX_IDS:
+        raise InvalidRequest(
+            f"return_token_strs: the text has {len(ids)} tokens; at most {MAX_IDS} are shown.",
+            "return_token_strs",
+        )
     answer: dict[str, object] = {
         "count": len(ids),
         "max_model_len": serving.engine.limits.max_model_len,

@@ -172,7 +172,9 @@ class Box:
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         """`body` goes as JSON; `content=` sends bytes as they are."""
         if "content" in more:
-            more["headers"] = {"content-type": "application/json", **more.get("headers", {})}
+            headers = httpx.Headers(more.get("headers"))  # whose names have no case
+            headers.setdefault("content-type", "application/json")
+            more["headers"] = headers
             return self.http.post(path, **more)
         return self.http.post(path, json=body, **more)
 

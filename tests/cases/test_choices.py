@@ -15,7 +15,10 @@ from tests.e2e.servers import serving
 
 def texts(answer: Any) -> list[str]:
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
-    return [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    return [
+        choice["text"] if "text" in choice else choice["message"]["content"]
+        for choice in answer["choices"]
+    ]
 
 
 def test_ns_1_a_seed_gives_the_same_different_answers(box: Box) -> None:

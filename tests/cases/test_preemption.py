@@ -9,8 +9,8 @@ import pytest
 from tests.cases.client import COMPLETIONS, Background, Box, check_stream, fresh, random_ids
 
 
-def bodies(seed: int, tokens: int, **fields: Any) -> list[dict[str, Any]]:
-    dice, _ = fresh(seed)
+def bodies(number: int, tokens: int, **fields: Any) -> list[dict[str, Any]]:
+    dice, _ = fresh(number)
     return [
         {
             "prompt": random_ids(dice, 40),

@@ -313,7 +313,8 @@ def test_words_for_number_formats(word: str, dtype: str) -> None:
     ("name", "other"), [("ssl_keyfile", "ssl-certfile"), ("ssl_certfile", "ssl-keyfile")]
 )
 def test_https_needs_both_files(name: str, other: str) -> None:
-    args = ServerArgs(**{name: "a.pem"})
+    args = ServerArgs()
+    setattr(args, name, "a.pem")
     with pytest.raises(ConfigError, match=f"{name}='a.pem': HTTPS needs --{other} as well"):
         args.check()
     ServerArgs(ssl_keyfile="a.pem", ssl_certfile="a.pem").check()

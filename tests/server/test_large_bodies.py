@@ -6,21 +6,25 @@ looked at item by item before it is refused, and that what is looked at is looke
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import MAX_ALLOWED, SamplingParams
-from octavo.server import models
+from octavo.server import decode, models, prompts
 from octavo.server.app import create_app
 from octavo.server.decode import check_names
 from octavo.server.prompts import split_prompts
 from octavo.server.schema import CompletionRequest
 from octavo.server.settings import ServerSettings
+from octavo.text.chat import validate_messages
 from octavo.text.tokenizer import Tokenizer
 from tests.server.asgi import call, chat, complete
 from tests.server.fake_engine import FakeEngine
@@ -97,7 +101,7 @@ def test_allowed_ids_are_kept_once_and_checked_one_by_one() -> None:
         mixed = [*ids, wrong]
         dice.shuffle(mixed)
         with pytest.raises(InvalidRequest) as caught:
-            SamplingParams(allowed_token_ids=mixed)
+            SamplingParams(allowed_token_ids=mixed)  # type: ignore[arg-type]
         assert caught.value.param == "allowed_token_ids"
 
 
@@ -117,6 +121,59 @@ async def test_too_many_ids_to_detokenize_are_refused(monkeypatch: pytest.Monkey
     reply = await call(app, "POST", "/detokenize", {"tokens": [5] * 10})
     assert (reply.status, reply.error["param"]) == (400, "tokens")
     assert "has 10 ids; send at most 9" in reply.error["message"]
+    monkeypatch.setattr(models, "MAX_IDS", 2)
+    body = {"prompt": "The owls hoot at night", "return_token_strs": True}
+    reply = await call(app, "POST", "/tokenize", body)
+    assert (reply.status, reply.error["param"]) == (400, "return_token_strs")
+
+
+TEXTS = st.text(st.sampled_from('a,"\\\\[{é\n'))
+VALUES = st.recursive(
+    TEXTS | st.integers() | st.booleans() | st.none(),
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+)
+
+
+def sizes(value: object) -> tuple[int, int]:
+    """(texts, lists and objects; commas) of a value as JSON."""
+    if isinstance(value, str):
+        return 1, 0
+    if not isinstance(value, (list, dict)):
+        return 0, 0
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    inner = [sizes(item) for item in items]
+    commas = max(0, len(value) - 1)
+    return 1 + sum(size for size, _ in inner), commas + sum(count for _, count in inner)
+
+
+@given(value=st.dictionaries(TEXTS, VALUES), ascii_only=st.booleans())
+def test_values_are_counted_and_texts_are_not_looked_into(
+    value: dict[str, Any], ascii_only: bool
+) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    objects, commas = sizes(value)
+    for most, most_commas, fits in (
+        (objects, commas, True),
+        (objects, commas - 1, False),
+        (objects - 1, commas, False),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "MAX_OBJECTS", most)
+            patch.setattr(decode, "MAX_SEPARATORS", most_commas)
+            if fits:
+                decode.refuse_crowded(body)
+            else:
+                with pytest.raises(InvalidRequest, match="holds more than"):
+                    decode.refuse_crowded(body)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("filler", ["[]", "{}", '""', '{"a": 1}', "[[[]]]"])
+async def test_crowded_bodies_are_refused(path: str, filler: str) -> None:
+    body = '{"prompt": "x", "metadata": {"a": [' + f"{filler}, " * decode.MAX_OBJECTS + "1]}}"
+    reply = await call(create_app(FakeEngine()), "POST", path, raw=body.encode())
+    assert reply.status == 400
+    assert "send several requests" in reply.error["message"]
 
 
 def spied(tokenizer: Tokenizer, name: str) -> set[bool]:
@@ -151,10 +208,8 @@ async def test_large_answers_are_made_in_a_thread(count: int, in_loop: set[bool]
 
 
 async def test_large_conversations_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.server import prompts
-
     seen: list[bool] = []
-    real = prompts.validate_messages
+    real = validate_messages
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         seen.append(threading.current_thread() is threading.main_thread())

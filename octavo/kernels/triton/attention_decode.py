@@ -128,8 +128,6 @@ def decode_kernel(
             span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
             low = (first + tl.program_id(2) * span) * BN
             high = tl.minimum(low + span * BN, length)
-            if low >= high:
-                return  # the merge knows how many pieces there are
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
@@ -181,11 +179,10 @@ def decode_kernel(
         tl.store(lse_ptr + at_piece + head * G + g, lse, mask=g < G)
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lens_ptr"])
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     partial_ptr,  # f32 [pieces, Q, D]
     lse_ptr,  # f32 [pieces, Q]
-    lens_ptr,  # i32[R], read if not LIST
     firsts_ptr,  # i32[R], read if LIST
     counts_ptr,
     out_ptr,  # [R, Q, D]
@@ -193,8 +190,6 @@ def merge_kernel(
     Q: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,  # pieces read at once
     LIST: tl.constexpr,
     PDL: tl.constexpr,
@@ -210,11 +205,7 @@ def merge_kernel(
         count = tl.load(counts_ptr + row)
     else:
         first = row * splits
-        length = tl.load(lens_ptr + row)
-        blocks = tl.cdiv(length, BN)
-        if WINDOW > 0:
-            blocks -= tl.maximum(length - WINDOW, 0) // BN
-        count = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, splits), 1))
+        count = splits
     d = tl.arange(0, DP)
     best = LOWEST
     total = 0.0
@@ -298,7 +289,6 @@ def decode(
     merge_kernel[(rows, num_heads)](
         pieces.partial,
         pieces.lse,
-        lens,
         pieces.firsts,
         pieces.counts,
         out,
@@ -306,8 +296,6 @@ def decode(
         Q=num_heads,
         D=size,
         DP=power_of_2(size),
-        BN=tile.keys,
-        WINDOW=heads.window,
         CHUNK=16 if form == 2 else min(16, power_of_2(splits)),
         LIST=form == 2,
         num_warps=4,

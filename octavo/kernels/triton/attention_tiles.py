@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from octavo.kernels.triton.attention_decode import Tile
 from octavo.kernels.triton.launch import power_of_2
 
-MAX_SPLITS = 32
+MAX_SPLITS = 16
 PROGRAMS = 8  # of a processor: so many keep its reads busy
 SHORT = 1024  # queries: up to so many, small tiles keep more processors busy
 # A batch is uneven if a piece of its longest row is so many times a program's even share.
 UNEVEN = 1.6
+LONG = 512  # keys: pieces that are no longer take so little that their evenness does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class DecodeShape:
 
 def is_uneven(lens: NDArray[np.int32], shape: DecodeShape) -> bool:
     """Whether the list form serves rows of these lengths better than even splits."""
-    if len(lens) < 2:
+    if len(lens) == 0:
         return False
     share = float(lens.sum()) * shape.kv_heads / (PROGRAMS * shape.processors)
-    return float(lens.max()) / splits_of(len(lens), shape) > UNEVEN * share
+    return float(lens.max()) / splits_of(len(lens), shape) > max(UNEVEN * share, LONG)
 
 
 def splits_of(rows: int, shape: DecodeShape) -> int:

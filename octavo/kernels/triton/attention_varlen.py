@@ -20,6 +20,8 @@ from octavo.kernels.triton.attention_decode import FP8, Heads, Tile
 from octavo.kernels.triton.attention_math import LOWEST, attend_block, load_block, page_offsets
 from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
 
+TMA_TOKENS = 256  # from here on the copy engine's gain outweighs its longer launch
+
 
 @triton.jit(do_not_specialize=["rows", "num_tiles"], do_not_specialize_on_alignment=["indptr_ptr"])
 def tiles_kernel(
@@ -202,7 +204,7 @@ def varlen(
     _, num_heads, size = q.shape
     _, kv_heads, page, _ = keys.shape
     if tma is None:
-        tma = tile_rows >= 128 and can_use_tma(keys, tile)
+        tma = q.shape[0] >= TMA_TOKENS and can_use_tma(keys, tile)
     varlen_kernel[(kv_heads, queries.tiles.shape[0])](
         q,
         _describe(keys, tile) if tma else keys,

@@ -32,19 +32,25 @@ class Defaults:
 
 ON_CPU = Defaults(batched_tokens=2048, sequences=128)
 ON_GPU = Defaults(batched_tokens=8192, sequences=512)
+ON_GPU_OFFLINE = Defaults(batched_tokens=16384, sequences=512)
 
 
 def worker_config(
-    args: EngineArgs, model: str | None = None, *, model_max_len: int | None = None
+    args: EngineArgs,
+    model: str | None = None,
+    *,
+    model_max_len: int | None = None,
+    offline: bool = False,
 ) -> WorkerConfig:
     """Settings of the worker. `model` is the path that `args.model` stands for.
 
-    `model_max_len` is the longest context the checkpoint allows, if it is known by now.
+    `model_max_len` is the longest context the checkpoint allows, if it is known by now. `offline`
+    is for work where no client waits for a first token.
     Raises ConfigError.
     """
     args.check()
     device = device_name(args)
-    defaults = _defaults(device)
+    defaults = _defaults(device, offline=offline)
     longest = _max_model_len(args, model_max_len)
     tokens = _batched_tokens(args, longest if (longest or 0) > 0 else model_max_len, defaults)
     return WorkerConfig(
@@ -105,8 +111,10 @@ def notes(args: EngineArgs, info: WorkerInfo) -> list[str]:
     return lines
 
 
-def _defaults(device: str) -> Defaults:
-    return ON_CPU if device == "cpu" else ON_GPU
+def _defaults(device: str, *, offline: bool = False) -> Defaults:
+    if device == "cpu":
+        return ON_CPU
+    return ON_GPU_OFFLINE if offline else ON_GPU
 
 
 def _max_model_len(args: EngineArgs, model_max_len: int | None) -> int | None:

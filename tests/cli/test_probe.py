@@ -43,7 +43,8 @@ def test_how_torch_was_built(tmp_path: Path, text: str, expected: bool) -> None:
 def test_defaults_follow_the_device() -> None:
     gpu = worker_config(EngineArgs(device="cuda:1"))
     assert (gpu.device, gpu.max_num_seqs, gpu.max_num_batched_tokens) == ("cuda:1", 512, 8192)
-    cpu = worker_config(EngineArgs(device="cpu"))
+    assert worker_config(EngineArgs(device="cuda"), offline=True).max_num_batched_tokens == 16384
+    cpu = worker_config(EngineArgs(device="cpu"), offline=True)
     assert (cpu.device, cpu.max_num_seqs, cpu.max_num_batched_tokens) == ("cpu", 128, 2048)
     assert worker_config(EngineArgs(device="cuda", kv_cache_dtype="fp8")).kv_cache_dtype == "fp8"
     with pytest.raises(ConfigError, match="--device cuda"):

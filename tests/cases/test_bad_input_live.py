@@ -88,16 +88,28 @@ def neighbour(box: Box) -> Iterator[None]:
     box.until_idle()
 
 
+def soon(box: Box, path: str, **sent: Any) -> httpx.Response:
+    """The answer, which must come in less than a second.
+
+    A busy machine can hold up any one of them, so a slow one gets a second chance.
+    """
+    for last in (False, True):
+        start = time.monotonic()
+        reply = box.post(path, **sent)
+        seconds = time.monotonic() - start
+        if seconds < 1:
+            break
+        assert not last, (str(sent)[:200], seconds)
+    return reply
+
+
 def refuse(box: Box, path: str, body: Any, field: str | None, **more: Any) -> None:
     """The request is refused, naming the field, in less than a second."""
     if body is not None:
         more["content"] = json.dumps(body).encode()
-    start = time.monotonic()
-    reply = box.post(path, **more)
-    seconds = time.monotonic() - start
+    reply = soon(box, path, **more)
     what = str(body if body is not None else more)[:200]
     assert reply.status_code < 500, (what, reply.text[:300])
-    assert seconds < 1, (what, seconds)
     check_refusal(reply, field)
 
 
@@ -107,9 +119,7 @@ def test_bi_1_2_3_5_raw_bodies(small: Box) -> None:
             for raw, status in tables.RAW:
                 if path == CHAT:
                     raw = raw.replace(b'"prompt": "', b'"user": "')
-                start = time.monotonic()
-                reply = small.post(path, content=raw)
-                assert time.monotonic() - start < 1, raw[:100]
+                reply = soon(small, path, content=raw)
                 assert reply.status_code == status, (raw[:100], reply.text[:300])
                 check_refusal(reply)
 
@@ -219,8 +229,11 @@ def test_bi_3_large_wishes_take_no_memory(small: Box) -> None:
 def test_bi_3_a_million_messages(small: Box) -> None:
     raw = b'{"messages": [' + b'{"role":"user"},' * 999_999 + b'{"role":"user"}]}'
     assert len(raw) < 32 * MIB
-    reply = small.post(CHAT, content=raw)
-    check_refusal(reply, "messages")
+    small.check_alive()
+    before = small.memory()
+    error = check_refusal(soon(small, CHAT, content=raw))
+    assert "messages" in error["message"] or "body" in error["message"], error
+    assert small.memory() - before < 50 * MIB
 
 
 # -- BI-4: below HTTP --

@@ -34,11 +34,12 @@ class WorkerConfig:
     """Settings of one worker. `None` means: the worker decides and says why in its notes."""
 
     model: str  # folder, GGUF file, or pulled model, already resolved to a path
+    device: str = "cpu"  # cpu, cuda or cuda:N
     load_format: str = "auto"  # auto, safetensors, gguf, dummy
     dtype: str = "auto"  # auto, bfloat16, float32, float16
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
-    block_size: int | None = None  # 16 on the CPU if None
+    block_size: int | None = None  # None: the device's, 16 on the CPU and 64 on a GPU
     max_model_len: int | None = None  # None: the model's; -1: fit to the memory left
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
@@ -46,7 +47,8 @@ class WorkerConfig:
     kv_cache_memory_bytes: int | None = None
     memory_fraction: float = 0.92  # --gpu-memory-utilization
     attention_backend: str = "auto"
-    kernels: str = "auto"  # auto, native, onednn, reference
+    kernels: str = "auto"  # auto, native, onednn, triton, reference
+    enforce_eager: bool = False  # no graphs
     threads: int | None = None  # None: OMP_NUM_THREADS, else the physical cores
     cache_dir: str | None = None  # of built kernels; None: ~/.cache/octavo
     seed: int = 0  # of dummy weights

@@ -45,6 +45,8 @@ def build_core(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
+        depth=info.depth,
+        lookahead=info.lookahead,
     )
     return EngineCore(Scheduler(sized), executor), info
 

@@ -38,14 +38,19 @@ class Frontend:
     scheduler: SchedulerConfig
 
     @classmethod
-    def open(cls, args: EngineArgs, *, chat_template: str | None = None) -> Frontend:
-        """Raises ConfigError or CheckpointError before any weight is read."""
+    def open(
+        cls, args: EngineArgs, *, chat_template: str | None = None, offline: bool = False
+    ) -> Frontend:
+        """Raises ConfigError or CheckpointError before any weight is read.
+
+        `offline` is for work where no client waits for a first token.
+        """
         args.check()
         checkpoint = locate(args)
         tokenizer = _tokenizer(args, checkpoint)
         config = {**checkpoint.config, **args.hf_overrides}
         longest = config.get("max_position_embeddings")
-        worker = worker_config(args, str(checkpoint.path), model_max_len=longest)
+        worker = worker_config(args, str(checkpoint.path), model_max_len=longest, offline=offline)
         return cls(
             checkpoint=checkpoint,
             longest=longest,

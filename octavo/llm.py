@@ -56,7 +56,7 @@ class LLM:
 
     def _start(self, args: EngineArgs, chat_template: str | None) -> None:
         self.model = args.model
-        self._frontend = Frontend.open(args, chat_template=chat_template)
+        self._frontend = Frontend.open(args, chat_template=chat_template, offline=True)
         self._args = args
         self._core, self.info = build_core(
             self._frontend.worker, self._frontend.scheduler, report=lambda _: None

@@ -113,7 +113,7 @@ class EngineArgs(Record):
     )
     gpu_memory_utilization: float = option(
         0.92,
-        "share of the machine's free memory that weights and KV cache may take",
+        "share of a GPU's memory, or of the machine's free memory, for weights and KV cache",
         group="Memory",
         minimum=0.01,
         maximum=1.0,
@@ -133,12 +133,11 @@ class EngineArgs(Record):
         "number format of the KV cache; auto is the model's",
         group="Memory",
         env=("KV_CACHE_DTYPE",),
-        only=("auto", "bfloat16", "float16", "float32"),
-        remedy="keys and values are kept in the model's format on the CPU; use auto.",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
     )
     block_size: int | None = option(
         None,
-        "tokens a KV page; 16 if left out",
+        "tokens a KV page; 16 on the CPU and 64 on a GPU if left out",
         kind="int",
         group="Memory",
         minimum=1,
@@ -153,7 +152,7 @@ class EngineArgs(Record):
 
     max_num_batched_tokens: int | None = option(
         None,
-        "most tokens computed in one step; 2048 if left out",
+        "most tokens computed in one step; 2048 on the CPU and 8192 on a GPU if left out",
         kind="size",
         group="Scheduling",
         minimum=1,
@@ -161,7 +160,7 @@ class EngineArgs(Record):
     )
     max_num_seqs: int | None = option(
         None,
-        "most sequences in one step; 128 if left out",
+        "most sequences in one step; 128 on the CPU and 512 on a GPU if left out",
         kind="size",
         group="Scheduling",
         minimum=1,
@@ -196,17 +195,24 @@ class EngineArgs(Record):
         minimum=-1,
     )
 
+    device: str = option(
+        "auto",
+        "cpu, cuda or cuda:N; auto takes the first GPU if there is one that torch can use",
+        group="Execution",
+        env=("OCTAVO_DEVICE",),
+    )
     attention_backend: str = option(
         "auto",
-        "auto, native (C++) or sdpa (plain torch); the choice and its reason are printed",
+        "auto, native (C++), triton (GPU) or sdpa (plain torch); the choice is printed with its "
+        "reason",
         group="Execution",
     )
     kernels: str = option(
         "auto",
-        "native (C++, built on first use), onednn or reference (plain torch); auto takes the first "
-        "that works",
+        "native (C++, built on first use), onednn, triton (GPU) or reference (plain torch); auto "
+        "takes the first that works",
         group="Execution",
-        choices=("auto", "native", "onednn", "reference"),
+        choices=("auto", "native", "onednn", "triton", "reference"),
     )
     threads: int | None = option(
         None,
@@ -217,7 +223,7 @@ class EngineArgs(Record):
         env=("OCTAVO_THREADS", "OMP_NUM_THREADS"),
     )
     enforce_eager: bool = option(
-        False, "no graphs; the CPU has none, so both values mean the same", group="Execution"
+        False, "launch every kernel, no captured graphs; the CPU has none", group="Execution"
     )
     tensor_parallel_size: int = option(
         1,
@@ -521,6 +527,11 @@ def cache_dir(args: EngineArgs | None = None) -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "octavo"
+
+
+def visible_gpus() -> str | None:
+    """What `CUDA_VISIBLE_DEVICES` says; None if it is not set."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def client_key() -> str | None:

@@ -37,7 +37,6 @@ REMOVED: Final[Mapping[str, str]] = {
     "max_long_partial_prefills": _BATCHED,
     "long_prefill_token_threshold": _BATCHED,
     "prefix_caching_hash_algo": "prefixes are always hashed with BLAKE2b (128 bit); leave it out.",
-    "device": "this build runs on the CPU; leave it out.",
     "cpu_kvcache_space": "use --kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE works too, in GiB).",
     "max_paddings": _ONE_ENGINE,
     "use_beam_search": "beam search is not offered; use n with a temperature.",

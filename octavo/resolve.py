@@ -9,47 +9,80 @@ Next file: `launch.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from octavo.config import Policy, SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError
-from octavo.options import EngineArgs, cache_dir
+from octavo.options import EngineArgs, cache_dir, visible_gpus
+from octavo.probe import built_for_cuda, has_gpu, torch_folder
 from octavo.types import WorkerInfo
 
-DEFAULT_BATCHED_TOKENS = 2048
-DEFAULT_SEQUENCES = 128
 FIT_TO_MEMORY = -1
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")  # formats of a KV cache on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Sizes of a step that suit a kind of device."""
+
+    batched_tokens: int
+    sequences: int
+
+
+ON_CPU = Defaults(batched_tokens=2048, sequences=128)
+ON_GPU = Defaults(batched_tokens=8192, sequences=512)
+ON_GPU_OFFLINE = Defaults(batched_tokens=16384, sequences=512)
 
 
 def worker_config(
-    args: EngineArgs, model: str | None = None, *, model_max_len: int | None = None
+    args: EngineArgs,
+    model: str | None = None,
+    *,
+    model_max_len: int | None = None,
+    offline: bool = False,
 ) -> WorkerConfig:
     """Settings of the worker. `model` is the path that `args.model` stands for.
 
-    `model_max_len` is the longest context the checkpoint allows, if it is known by now.
+    `model_max_len` is the longest context the checkpoint allows, if it is known by now. `offline`
+    is for work where no client waits for a first token.
     Raises ConfigError.
     """
     args.check()
+    device = device_name(args)
+    defaults = _defaults(device, offline=offline)
     longest = _max_model_len(args, model_max_len)
-    tokens = _batched_tokens(args, longest if (longest or 0) > 0 else model_max_len)
+    tokens = _batched_tokens(args, longest if (longest or 0) > 0 else model_max_len, defaults)
     return WorkerConfig(
         model=model or args.model,
+        device=device,
         load_format=args.load_format,
         dtype=args.dtype,
         quantization=args.quantization,
-        kv_cache_dtype=_kv_cache_dtype(args),
+        kv_cache_dtype=_kv_cache_dtype(args, device),
         block_size=args.block_size,
         max_model_len=longest,
-        max_num_seqs=_sequences(args, tokens),
+        max_num_seqs=_sequences(args, tokens, defaults),
         max_num_batched_tokens=tokens,
         num_blocks=args.num_gpu_blocks_override,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         memory_fraction=args.gpu_memory_utilization,
         attention_backend=args.attention_backend,
         kernels=args.kernels,
+        enforce_eager=args.enforce_eager,
         threads=args.threads,
         cache_dir=str(cache_dir(args)),
         seed=args.seed,
         hf_overrides=tuple(sorted(args.hf_overrides.items())),
     )
+
+
+def device_name(args: EngineArgs) -> str:
+    """The device that `args.device` stands for, as torch names it but for a missing number."""
+    if args.device != "auto":
+        return args.device
+    usable = has_gpu(Path("/"), visible_gpus()) and built_for_cuda(torch_folder())
+    return "cuda" if usable else "cpu"
 
 
 def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig:
@@ -71,10 +104,17 @@ def notes(args: EngineArgs, info: WorkerInfo) -> list[str]:
     """One line for each choice that was made for the person, with its reason."""
     lines = list(info.notes)
     if args.max_num_batched_tokens is None:
-        lines.append(f"max_num_batched_tokens={_batched_tokens(args, info.max_model_len)}: default")
+        tokens = _batched_tokens(args, info.max_model_len, _defaults(info.device))
+        lines.append(f"max_num_batched_tokens={tokens}: default")
     if args.max_model_len in ("auto", FIT_TO_MEMORY):
         lines.append(f"max_model_len={info.max_model_len}: fitted to the KV cache")
     return lines
+
+
+def _defaults(device: str, *, offline: bool = False) -> Defaults:
+    if device == "cpu":
+        return ON_CPU
+    return ON_GPU_OFFLINE if offline else ON_GPU
 
 
 def _max_model_len(args: EngineArgs, model_max_len: int | None) -> int | None:
@@ -94,7 +134,7 @@ def _max_model_len(args: EngineArgs, model_max_len: int | None) -> int | None:
     return wanted
 
 
-def _batched_tokens(args: EngineArgs, longest: int | None) -> int:
+def _batched_tokens(args: EngineArgs, longest: int | None, defaults: Defaults) -> int:
     chosen = args.max_num_batched_tokens
     if chosen is not None and args.max_num_seqs is not None and chosen < args.max_num_seqs:
         raise ConfigError(
@@ -103,7 +143,7 @@ def _batched_tokens(args: EngineArgs, longest: int | None) -> int:
             "max_num_batched_tokens",
         )
     if args.enable_chunked_prefill:
-        return chosen or DEFAULT_BATCHED_TOKENS
+        return chosen or defaults.batched_tokens
     if longest is None or longest < 1:
         raise ConfigError(
             "enable_chunked_prefill=False: a step must then hold a whole prompt; "
@@ -117,16 +157,24 @@ def _batched_tokens(args: EngineArgs, longest: int | None) -> int:
             "chunked prefill on.",
             "max_num_batched_tokens",
         )
-    return chosen or max(DEFAULT_BATCHED_TOKENS, longest)
+    return chosen or max(defaults.batched_tokens, longest)
 
 
-def _sequences(args: EngineArgs, tokens: int) -> int:
+def _sequences(args: EngineArgs, tokens: int, defaults: Defaults) -> int:
     """A running sequence takes at least one token of a step's budget."""
-    return args.max_num_seqs or min(DEFAULT_SEQUENCES, tokens)
+    return args.max_num_seqs or min(defaults.sequences, tokens)
 
 
-def _kv_cache_dtype(args: EngineArgs) -> str:
+def _kv_cache_dtype(args: EngineArgs, device: str) -> str:
     known = args.kv_cache_dtype
+    if known in FP8:
+        if device == "cpu":
+            raise ConfigError(
+                f"{args.label('kv_cache_dtype')}: keys and values are kept in the "
+                "model's format on the CPU; use auto, or --device cuda.",
+                "kv_cache_dtype",
+            )
+        return known
     if known != "auto" and args.dtype not in ("auto", known):
         raise ConfigError(
             f"{args.label('kv_cache_dtype')}: the model runs in {args.dtype}, and keys and values "

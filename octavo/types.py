@@ -179,6 +179,8 @@ class WorkerInfo(Struct, frozen=True):
     kv_bytes: int
     notes: tuple[str, ...] = ()  # choices made and their reasons, one line each
     timings: tuple[tuple[str, float], ...] = ()  # (phase, seconds) of the start
+    depth: int = 1  # steps in flight that keep the device busy
+    lookahead: int = 0  # unknown tokens that a sequence may run ahead
 
 
 # core -> API process

@@ -21,6 +21,7 @@ class Candidate:
 
     name: str
     load: Callable[[], AttentionBackend]
+    host_only: bool = False  # on any other device it is not even loaded, which may take a compiler
 
 
 def load_native() -> AttentionBackend:
@@ -45,7 +46,7 @@ def load_sdpa() -> AttentionBackend:
 
 
 CANDIDATES = (
-    Candidate("native", load_native),
+    Candidate("native", load_native, host_only=True),
     Candidate("triton", load_triton),
     Candidate("sdpa", load_sdpa),
 )
@@ -77,6 +78,8 @@ def select(
 
 def _try(candidate: Candidate, need: AttentionNeed) -> tuple[AttentionBackend | None, str]:
     """(backend, "") or (None, why not)."""
+    if candidate.host_only and need.device != "cpu":
+        return None, f"it runs on the CPU, not on {need.device}"
     try:
         backend = candidate.load()
     except (ImportError, OctavoError) as error:

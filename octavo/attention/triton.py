@@ -61,6 +61,7 @@ class TritonAttention:
     """An AttentionBackend, and a FusedAttention, over pages [N, K, P, D]."""
 
     name = "triton"
+    forms = (EVEN, UNEVEN)
 
     def __init__(self) -> None:
         self._need: AttentionNeed | None = None

@@ -5,14 +5,31 @@ Not for: choosing kernels. Next file: `worker/worker.py`.
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from octavo.device.limits import cpu_flags, read_cores, read_memory
 from octavo.errors import ConfigError
 
 _NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
+
+
+class Passed:
+    """An Event of a device that is done when a call returns."""
+
+    __slots__ = ()
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 class CpuDevice:
@@ -23,6 +40,11 @@ class CpuDevice:
     """
 
     name = "cpu"
+    asynchronous = False
+    own_memory = False
+    depth = 1
+    lookahead = 0
+    block_size = 16
 
     def __init__(self, threads: int | None = None, root: Path = Path("/")) -> None:
         if threads is not None and threads < 1:
@@ -70,6 +92,52 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Nothing: work on the CPU is done when the call returns."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Pages mapped from the system, which gives zero pages on first use.
+
+        The allocator's own memory may hold old bytes, and a NaN among them would spread through
+        masked attention (0 * NaN is NaN).
+        """
+        count = prod(shape)
+        memory = mmap.mmap(-1, count * dtype.itemsize)  # unmapped when the tensor is gone
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+    def staging(self, count: int) -> Tensor:
+        """Plain memory."""
+        return torch.zeros(count, dtype=torch.int32)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copied when the call returns."""
+        target.copy_(source)
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """A copy, as the source may change."""
+        return source.clone()
+
+    def mark(self) -> Passed:
+        """An event that has passed."""
+        return Passed()
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Does `work` each time: there is nothing to be gained by a graph."""
+        result = work()
+
+        def replay() -> None:
+            result.copy_(work())
+
+        return replay, result
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Nothing: kernels are compiled when they are loaded."""
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        """Not measured: the cache takes a share of memory that leaves room enough."""
+        work()
+        return 0
+
+    def trim(self) -> None:
+        """Nothing: memory goes back to the allocator when it is freed."""
 
     def _bf16(self) -> str:
         return next((flag for flag in _NATIVE_BF16 if flag in self._flags), "")

@@ -1,10 +1,13 @@
-"""LocalExecutor: the worker in this process. A step is computed inside `submit`.
+"""LocalExecutor: the worker in this process.
+
+On the CPU a step is computed inside `submit`; a GPU is given its work there.
 
 Not for: other processes or machines. Next file: `worker/worker.py`.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -12,19 +15,19 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from octavo.config import WorkerConfig
+from octavo.executor.base import Handle
 from octavo.types import StepPlan, StepResult, WorkerInfo
 
 if TYPE_CHECKING:
     from octavo.worker.worker import Worker
 
 
-class FinishedHandle:
-    """A step that is over: its result, or what it raised."""
+class FailedHandle:
+    """A step that could not be started."""
 
-    __slots__ = ("_error", "_result")
+    __slots__ = ("_error",)
 
-    def __init__(self, result: StepResult | None, error: Exception | None = None) -> None:
-        self._result = result
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     def done(self) -> bool:
@@ -32,11 +35,8 @@ class FinishedHandle:
         return True
 
     def result(self) -> StepResult:
-        """The result; raises what the step raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        """Raises what the step raised."""
+        raise self._error
 
 
 class LocalExecutor:
@@ -70,17 +70,19 @@ class LocalExecutor:
         self._worker = worker
         return replace(info, timings=(("import", imported), *info.timings))
 
-    def submit(self, plan: StepPlan) -> FinishedHandle:
-        """Runs the step. Raises nothing: the handle does."""
+    def submit(self, plan: StepPlan) -> Handle:
+        """Starts the step. Raises nothing: the handle does."""
         assert self._worker is not None, "start comes first"
         if self._failure is not None and plan.epoch == self._failed_epoch:
-            return FinishedHandle(None, self._failure)
+            return FailedHandle(self._failure)
         self._failure = None
         try:
-            return FinishedHandle(self._worker.step(plan))
+            return self._worker.submit(plan)
         except Exception as error:  # of any kind: the core finds the guilty sequence
+            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            self._worker.trim()
             self._failed_epoch, self._failure = plan.epoch, error
-            return FinishedHandle(None, error)
+            return FailedHandle(error)
 
     def control(self, op: str, **args: str) -> dict[str, str]:
         """Operations of the worker; see `Worker.control`."""
@@ -88,8 +90,8 @@ class LocalExecutor:
         return self._worker.control(op, **args)
 
     def alive(self) -> bool:
-        """True from `start` to `close`: this process is the worker."""
-        return self._worker is not None
+        """True from `start` to `close`, as this process is the worker, unless its device died."""
+        return self._worker is not None and self._worker.usable()
 
     def close(self) -> None:
         """Drops the worker, and with it weights and cache."""

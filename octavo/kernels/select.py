@@ -1,7 +1,8 @@
 """Which table of kernels serves a device and dtype, and why the others do not.
 
-Native code first, then oneDNN, then plain torch; each that cannot leaves its reason in
-`Ops.reason`. One asked for by name is taken or refused, never replaced. Next file: `cpu/build.py`.
+On the CPU native code first, then oneDNN, then plain torch; on a GPU Triton's before torch. Each
+that cannot leaves its reason in `Ops.reason`. One asked for by name is taken or refused, never
+replaced. Next file: `cpu/build.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.ops import Ops
 from octavo.kernels.reference import reference_ops
 
-NAMES = ("native", "onednn", "reference")
+NAMES = ("native", "onednn", "triton", "reference")
 
 
 def select(
@@ -25,6 +26,7 @@ def select(
     *,
     cache: Path | None = None,
     threads: int | None = None,
+    device: str = "cpu",
     int8: bool = False,
 ) -> tuple[Ops, tuple[str, ...]]:
     """(the kernels for activations of `dtype`, a line for each decision); `want` "auto" or a name.
@@ -37,14 +39,21 @@ def select(
         raise ConfigError(
             f"kernels {want!r} are not known; use auto, {', '.join(NAMES)}", "kernels"
         )
+    reference = {"reference": lambda: replace(reference_ops(dtype), reason="plain torch")}
     makers: dict[str, Callable[[], Ops | str]] = {
         "native": lambda: _native(dtype, cache, threads, int8),
         "onednn": lambda: _onednn(dtype),
-        "reference": lambda: replace(reference_ops(dtype), reason="plain torch"),
+        **reference,
     }
+    if device != "cpu":
+        makers = {"triton": lambda: _triton(dtype, device), **reference}
+    if want not in ("auto", *makers):
+        raise ConfigError(
+            f"kernels {want!r} do not run on {device}; use auto or {' or '.join(makers)}", "kernels"
+        )
     if int8:
         no_int8 = "it has no weights of 8 bits"
-        makers |= {"onednn": lambda: no_int8, "reference": lambda: no_int8}
+        makers |= {name: lambda: no_int8 for name in makers if name != "native"}
     refusals: list[str] = []
     for name, make in makers.items():
         if want not in ("auto", name):
@@ -79,3 +88,11 @@ def _onednn(dtype: torch.dtype) -> Ops | str:
     from octavo.kernels.cpu.onednn import onednn_ops
 
     return onednn_ops(dtype)
+
+
+def _triton(dtype: torch.dtype, device: str) -> Ops | str:
+    try:
+        from octavo.kernels.gpu import triton_ops
+    except ImportError as error:
+        return f"{error}"
+    return triton_ops(dtype, torch.device(device))

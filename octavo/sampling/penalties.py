@@ -38,9 +38,11 @@ def apply_penalties(
     at = torch.from_numpy(starts + np.concatenate([history.ids for history in seen]))
     counts = torch.from_numpy(np.concatenate([history.counts for history in seen]))
     per_row = np.array([[s.presence, s.frequency, s.repetition] for s in settings], np.float32)
-    presence, frequency, repetition = torch.from_numpy(np.repeat(per_row, sizes, axis=0)).unbind(1)
+    per_token = torch.from_numpy(np.repeat(per_row, sizes, axis=0))
 
-    flat = logits.view(-1)
+    flat, device = logits.view(-1), logits.device
+    at, counts = at.to(device), counts.to(device)
+    presence, frequency, repetition = per_token.to(device).unbind(1)
     values = flat.index_select(0, at)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counts

@@ -84,16 +84,17 @@ def process(
     """Changes logits f32[S, V] in place; item i of the sequences belongs to row `rows[i]`."""
     for row, rule in zip(rows, rules, strict=True):
         if rule.allowed is not None:
-            kept = logits[row, rule.allowed]
+            allowed = rule.allowed.to(logits.device)
+            kept = logits[row, allowed]
             logits[row].fill_(-torch.inf)
-            logits[row, rule.allowed] = kept
+            logits[row, allowed] = kept
     masks = [
         (row, token)
         for row, rule, count in zip(rows, rules, num_output, strict=True)
         for token in rule.masked(count)
     ]
     if masks:
-        at, ids = torch.tensor(masks).unbind(1)
+        at, ids = torch.tensor(masks, device=logits.device).unbind(1)
         logits[at, ids] = -torch.inf
     _bias(logits, rows, rules)
     _penalties(logits, rows, rules)
@@ -102,8 +103,9 @@ def process(
 def _bias(logits: Tensor, rows: Sequence[int], rules: Sequence[RowRules]) -> None:
     where = [(row, item[0]) for row, rule in zip(rows, rules, strict=True) for item in rule.bias]
     if where:
-        values = torch.tensor([item[1] for rule in rules for item in rule.bias])
-        at, ids = torch.tensor(where).unbind(1)
+        biases = [item[1] for rule in rules for item in rule.bias]
+        values = torch.tensor(biases, dtype=torch.float32, device=logits.device)
+        at, ids = torch.tensor(where, device=logits.device).unbind(1)
         logits.index_put_((at, ids), values, accumulate=True)
 
 

@@ -30,6 +30,7 @@ Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all) o
 SHOWN = 20  # names in one error
 NOISE_LENGTH = 1_000_003  # prime, so that rows of equal length do not repeat each other
 NOISE_SCALE = 0.02
+UNIFORM_SCALE = 0.03  # of noise that is drawn on a device
 # A rope table that some checkpoints carry; it follows from the config.
 ALWAYS_IGNORED = (r".*\.rotary_emb\.inv_freq",)
 
@@ -90,8 +91,9 @@ def load(
     *,
     ignored: Sequence[str] = (),
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> LoadReport:
-    """Fills and finishes every layer of `model`.
+    """Fills and finishes every layer of `model` on `device`, as torch names it.
 
     `names("blocks.0.attention.qkv.weight", "q")` gives the checkpoint's name of one part (the part
     is "" if not fused). `ignored` are regular expressions of checkpoint names that may be left
@@ -108,7 +110,7 @@ def load(
         by_layer.setdefault(param.layer, []).append(param)
     for name, layer in model.named_layers():
         for param in by_layer.get(name, ()):
-            tensor = _fill(param)
+            tensor = _fill(param).to(device)
             param_bytes += tensor.numel() * tensor.element_size()
             layer.set_param(param.name, tensor)
             done += sum(_piece_bytes(piece) for piece in param.pieces)
@@ -118,13 +120,14 @@ def load(
     return LoadReport(len(used), done, param_bytes, left)
 
 
-def load_dummy(model: FillableModel, *, seed: int = 0) -> LoadReport:
+def load_dummy(model: FillableModel, *, seed: int = 0, device: str = "cpu") -> LoadReport:
     """Fills every layer with small random values that depend on `seed` and the parameter's name.
 
     Vectors called "weight" are the norms' and lie about one, so that activations keep their
-    size. The values are a stretch of one noise, so this runs at the speed of copying.
+    size. On the CPU the values are a stretch of one noise, so this runs at the speed of copying;
+    elsewhere they are drawn on the device, where that is as fast.
     """
-    noise = _Noise(seed)
+    noise = _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
     param_bytes = 0
     for prefix, layer in model.named_layers():
         for name, spec in layer.param_specs().items():
@@ -167,6 +170,26 @@ class _Noise:
                 scaled = (self._normal * 1e6).to(torch.int64).to(dtype)
             self._by_dtype[dtype] = scaled
         return self._by_dtype[dtype]
+
+
+class _DeviceNoise:
+    """Uniform noise, drawn on a device."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._device = device
+        self._generator = torch.Generator(device)
+        self._seed = seed
+
+    def stretch(self, name: str, spec: ParamSpec) -> Tensor:
+        """As much noise as `spec` needs, from a seed that the name takes part in; norms are 0."""
+        if not spec.dtype.is_floating_point:
+            raise CheckpointError(f"{name}: no made-up values of {spec.dtype} on {self._device}")
+        values = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        if values.dim() == 1:
+            return values.zero_()
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
+        self._generator.manual_seed(int.from_bytes(digest, "little"))
+        return values.uniform_(-UNIFORM_SCALE, UNIFORM_SCALE, generator=self._generator)
 
 
 def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_Param]:

@@ -7,9 +7,11 @@ Next file: `models/load.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -18,6 +20,7 @@ from octavo.attention.select import select as select_attention
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from octavo.config import WorkerConfig
 from octavo.device.base import Device
+from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
 from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
@@ -33,10 +36,16 @@ from octavo.weights.loader import LoadReport, load, load_dummy
 from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
 
-DEFAULT_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 256
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FP8 = MappingProxyType(
+    {
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }
+)
 Bytes = Callable[[int, int], None]  # (bytes read, bytes in all)
 
 INT8 = "int8"  # weights in 8 bits, made from those of the checkpoint
@@ -52,6 +61,22 @@ class Choices:
     attention: AttentionBackend
     need: AttentionNeed
     notes: tuple[str, ...]
+
+
+def open_device(config: WorkerConfig) -> Device:
+    """The device that the config names. Raises ConfigError if it cannot be used."""
+    if config.device == "cpu":
+        return CpuDevice(config.threads)
+    name, _, index = config.device.partition(":")
+    if name != "cuda" or not (index or "0").isdecimal():
+        raise ConfigError(
+            f"device {config.device!r} is not known; use cpu, cuda, or cuda:1 for another GPU than "
+            "the first",
+            "device",
+        )
+    from octavo.device.cuda_queue import CudaQueue
+
+    return CudaQueue(int(index or "0"), cache_dir=config.cache_dir)
 
 
 def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
@@ -80,13 +105,14 @@ def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
         config.kernels,
         cache=None if config.cache_dir is None else Path(config.cache_dir),
         threads=device.threads,
+        device=device.name,
         int8=config.quantization == INT8,
     )
     need = attention_need(
         spec,
         mesh=Mesh.single(),
         device=device.name,
-        block_size=_block_size(config),
+        block_size=_block_size(config, device),
         dtype=dtype,
         cache_dtype=_cache_dtype(config, dtype),
     )
@@ -131,11 +157,11 @@ def check_room(decoder: Decoder, free_bytes: int) -> None:
 
 
 def fill(
-    decoder: Decoder, checkpoint: Checkpoint, config: WorkerConfig, progress: Bytes
+    decoder: Decoder, checkpoint: Checkpoint, config: WorkerConfig, device: Device, progress: Bytes
 ) -> LoadReport:
-    """Loads the weights, or makes some up for the load format "dummy"."""
+    """Loads the weights onto the device, or makes some up there for the load format "dummy"."""
     if config.load_format == "dummy":
-        return load_dummy(decoder, seed=config.seed)
+        return load_dummy(decoder, seed=config.seed, device=device.name)
     family = family_of(decoder.spec.architecture)
     return load(
         decoder,
@@ -143,7 +169,16 @@ def fill(
         family.names,
         ignored=family.ignored_names(decoder.spec),
         progress=progress,
+        device=device.name,
     )
+
+
+def shortened(decoder: Decoder) -> Decoder:
+    """The same with one block of each kind: it launches all kernels that the whole one does."""
+    short = copy(decoder)
+    kinds = {block.attention.need: block for block in reversed(decoder.blocks)}
+    short.blocks = tuple(kinds.values())
+    return short
 
 
 def finish(decoder: Decoder, ops: Ops) -> tuple[Model, str]:
@@ -166,6 +201,8 @@ def _dtype(config: WorkerConfig, spec: ModelSpec, device: Device) -> tuple[torch
 def _cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return dtype
+    if config.kv_cache_dtype in _FP8:
+        return _FP8[config.kv_cache_dtype]
     wanted = _dtype_named(config.kv_cache_dtype, "kv_cache_dtype")
     if wanted != dtype:
         raise ConfigError(
@@ -188,8 +225,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _block_size(config: WorkerConfig) -> int:
-    size = DEFAULT_BLOCK_SIZE if config.block_size is None else config.block_size
+def _block_size(config: WorkerConfig, device: Device) -> int:
+    size = device.block_size if config.block_size is None else config.block_size
     if not 1 <= size <= MAX_BLOCK_SIZE:
         raise ConfigError(
             f"block_size is {size}: use 1 to {MAX_BLOCK_SIZE} tokens a block", "block_size"

@@ -1,13 +1,14 @@
-"""InputBuffers: the memory from which every step's inputs are read, taken once and reused.
+"""Inputs: lays a plan's numbers out as the model wants them (`ForwardBatch`).
 
-A plan's numbers are laid out here as the model wants them (`ForwardBatch`). Since addresses never
-change, a captured graph and an eager step can read the same memory. Not for: state that outlives a
-step, which is in `slots.py`. Next file: `runner.py`.
+`HostInputs` does so for a model on the CPU, in memory taken once and reused. Not for: state that
+outlives a step, which is in `slots.py`, or devices with memory of their own (`staged.py`).
+Next file: `runner.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from octavo.forward import ForwardBatch, KVCache
 from octavo.types import FROM_DEVICE, SAMPLE, StepPlan
-from octavo.worker.slots import Ints, SlotTable
+from octavo.worker.slots import HostSlots, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,16 @@ class StepRows:
     flags: NDArray[np.uint8]  # [R]
     ends: Ints  # [R] position after the row's last token
     sampled: NDArray[np.intp]  # [S] rows with SAMPLE
+    num_tokens: int
+    longest: int  # tokens of the longest row
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a batch holds: a plan's own rows and tokens, and idle ones after them."""
+
+    rows: int
+    tokens: int
 
 
 def read_rows(plan: StepPlan) -> StepRows:
@@ -43,6 +54,8 @@ def read_rows(plan: StepPlan) -> StepRows:
         flags=flags,
         ends=starts + lengths,
         sampled=np.flatnonzero(flags & SAMPLE),
+        num_tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
     )
 
 
@@ -56,10 +69,24 @@ class _Column:
         self.tensor = torch.from_numpy(self.array)
 
 
-class InputBuffers:
+class Inputs(Protocol):
+    """Where a step's inputs are made, and what must be noted of its plan for that."""
+
+    def fill(self, plan: StepPlan, rows: StepRows, size: StepSize) -> tuple[Tensor, ForwardBatch]:
+        """Input ids i32[T] and the batch, of `size`; all after the plan's own rows is idle.
+
+        Takes note of the plan's admits and blocks. Both are valid until the next call.
+        """
+
+
+class HostInputs:
     """Room for `max_tokens` tokens of `max_rows` rows with `max_blocks` blocks each."""
 
-    def __init__(self, *, max_tokens: int, max_rows: int, max_blocks: int) -> None:
+    def __init__(
+        self, slots: HostSlots, kv: KVCache, *, max_tokens: int, max_rows: int, max_blocks: int
+    ) -> None:
+        self._slots = slots
+        self._kv = kv
         self.max_tokens = max_tokens
         self.max_rows = max_rows
         self._ids = _Column(max_tokens)
@@ -71,15 +98,21 @@ class InputBuffers:
         self._sample_rows = _Column(max_rows)
         self._count = np.arange(max(max_tokens, max_rows), dtype=np.int32)
 
-    def fill(
-        self, plan: StepPlan, rows: StepRows, slots: SlotTable, kv: KVCache
-    ) -> tuple[Tensor, ForwardBatch]:
-        """Input ids i32[T] and the batch; both are valid until the next call."""
+    def fill(self, plan: StepPlan, rows: StepRows, size: StepSize) -> tuple[Tensor, ForwardBatch]:
+        """See `Inputs`; there are no idle rows."""
+        slots, kv = self._slots, self._kv
+        if plan.block_ids:
+            slots.attach(
+                rows.slots[np.frombuffer(plan.block_rows, np.int32)],
+                np.frombuffer(plan.block_at, np.int32),
+                np.frombuffer(plan.block_ids, np.int32),
+            )
         num_rows = len(rows.slots)
-        num_tokens = int(rows.lengths.sum())
+        assert size.rows == num_rows, (size, num_rows)
+        num_tokens = rows.num_tokens
         assert 0 < num_rows <= self.max_rows, (num_rows, self.max_rows)
         assert num_tokens <= self.max_tokens, (num_tokens, self.max_tokens)
-        longest = int(rows.lengths.max())
+        longest = rows.longest
         max_kv = int(rows.ends.max())
         width = -(-max_kv // kv.block_size)
 
@@ -125,7 +158,7 @@ class InputBuffers:
         np.multiply(table[owner, page], np.int32(block_size), out=slot_map)
         slot_map += offset
 
-    def _fill_ids(self, plan: StepPlan, rows: StepRows, slots: SlotTable, num_tokens: int) -> None:
+    def _fill_ids(self, plan: StepPlan, rows: StepRows, slots: HostSlots, num_tokens: int) -> None:
         ids = self._ids.array[:num_tokens]
         given = np.frombuffer(plan.tokens, np.int32)
         if len(given) == num_tokens:

@@ -29,6 +29,7 @@ class CacheRequest:
     budget_bytes: int  # what is left of the share of memory that weights and cache may take
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
+    own_memory: bool = False  # nobody else needs the device's memory: all of the budget is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ def plan_cache(request: CacheRequest) -> CachePlan:
             f"A KV cache of {size_text(num_bytes)} ({how}) is more than the "
             f"{size_text(request.total_bytes)} of memory that this process may have; ask for less.",
             option,
+        )
+    if request.own_memory and num_bytes > request.free_bytes:
+        raise ConfigError(
+            f"A KV cache of {size_text(num_bytes)} ({how}) does not fit into the "
+            f"{size_text(request.free_bytes)} that are free on the device; ask for less.",
+            "kv_cache_memory_bytes" if request.num_blocks is None else "num_blocks",
         )
     room = num_blocks * request.block_size
     if request.max_model_len == FIT:
@@ -102,6 +109,9 @@ def _num_blocks(request: CacheRequest, longest: int) -> tuple[int, str]:
         return asked // request.bytes_per_block, "kv_cache_memory_bytes"
     if request.num_blocks is not None:
         return request.num_blocks, "number of blocks as set"
+    if request.own_memory:
+        budget = max(0, request.budget_bytes)
+        return budget // request.bytes_per_block, "the share of memory left after weights and steps"
     limits = {
         "the default limit": DEFAULT_BYTES,
         "half of the memory left after weights": request.free_bytes // 2,

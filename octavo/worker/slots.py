@@ -1,8 +1,10 @@
 """SlotTable: what a worker knows of the sequences that it serves, one numbered row each.
 
-The core hands out the numbers; the worker never sees a request. All columns are numpy arrays that
-torch tensors may share, as a step's cost on the host counts. Not for: choosing slots or blocks,
-which the core does. Next file: `buffers.py`.
+The core hands out the numbers; the worker never sees a request. `SlotTable` is what the host must
+know wherever the model runs; `HostSlots` adds the columns that a model on the CPU reads. A device
+with its own memory keeps these columns there (`staged.py`). All columns are numpy arrays that torch
+tensors may share, as a step's cost on the host counts. Not for: choosing slots or blocks, which
+the core does. Next file: `buffers.py`.
 """
 
 from __future__ import annotations
@@ -35,38 +37,27 @@ class PromptWant:
 
 
 class SlotTable:
-    """Rows 0..num_slots-1, each with up to `max_blocks` blocks. Columns are public to the room."""
+    """Rows 0..num_slots-1. Columns are public to the room."""
 
-    def __init__(self, *, num_slots: int, max_blocks: int, vocab_size: int) -> None:
+    def __init__(self, *, num_slots: int, vocab_size: int) -> None:
         self.num_slots = num_slots
         self.vocab_size = vocab_size
-        self.blocks: Ints = np.zeros((num_slots, max_blocks), np.int32)
         self.computed: Ints = np.zeros(num_slots, np.int32)  # positions whose KV is written
-        self.last_token: Ints = np.zeros(num_slots, np.int32)
         self.num_prompt: Ints = np.zeros(num_slots, np.int32)
         self.special = np.zeros(num_slots, np.uint8)
         self.rules: dict[int, RowRules] = {}  # of slots with RULES
         self.wants: dict[int, Want] = {}  # of slots with LOGPROBS
         self.prompt_wants: dict[int, PromptWant] = {}
-        self._temperature = np.zeros(num_slots, np.float32)
-        self._top_k: Ints = np.zeros(num_slots, np.int32)
-        self._top_p = np.ones(num_slots, np.float32)
-        self._min_p = np.zeros(num_slots, np.float32)
-        self._seed = np.zeros(num_slots, np.int64)
-        self._gathered_for = b""
-        self._gathered: SampleRows | None = None
 
     def admit(self, admit: Admit) -> None:
         """A sequence takes a slot; whatever was there before is forgotten."""
         slot, params = admit.slot, admit.params
-        self._forget(slot)
+        self.computed[slot] = 0
+        self.special[slot] = 0
+        self.rules.pop(slot, None)
+        self.wants.pop(slot, None)
+        self.prompt_wants.pop(slot, None)
         self.num_prompt[slot] = admit.num_prompt
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seed[slot : slot + 1].view(np.uint64)[0] = params.seed
-        self._gathered = None
         tokens = list(unpack(admit.history))
         if RowRules.wanted(params):
             self.rules[slot] = RowRules(
@@ -79,13 +70,41 @@ class SlotTable:
         if (want := prompt_want(params)) is not None:
             self.prompt_wants[slot] = PromptWant(want, tokens[: admit.num_prompt])
 
-    def attach(self, slots: Ints, at: Ints, blocks: Ints) -> None:
-        """Writes new blocks into block tables: block `blocks[i]` at `at[i]` of slot `slots[i]`."""
-        self.blocks[slots, at] = blocks
-
     def poison(self, slot: int) -> None:
         """The sequence's next sampled token will be reported as bad."""
         self.special[slot] |= POISONED
+
+
+class HostSlots(SlotTable):
+    """With block tables of up to `max_blocks`, last tokens and settings in host memory."""
+
+    def __init__(self, *, num_slots: int, max_blocks: int, vocab_size: int) -> None:
+        super().__init__(num_slots=num_slots, vocab_size=vocab_size)
+        self.blocks: Ints = np.zeros((num_slots, max_blocks), np.int32)
+        self.last_token: Ints = np.zeros(num_slots, np.int32)
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_k: Ints = np.zeros(num_slots, np.int32)
+        self._top_p = np.ones(num_slots, np.float32)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._seed = np.zeros(num_slots, np.int64)
+        self._gathered_for = b""
+        self._gathered: SampleRows | None = None
+
+    def admit(self, admit: Admit) -> None:
+        """As SlotTable's, and the settings."""
+        super().admit(admit)
+        slot, params = admit.slot, admit.params
+        self.last_token[slot] = 0
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seed[slot : slot + 1].view(np.uint64)[0] = params.seed
+        self._gathered = None
+
+    def attach(self, slots: Ints, at: Ints, blocks: Ints) -> None:
+        """Writes new blocks into block tables: block `blocks[i]` at `at[i]` of slot `slots[i]`."""
+        self.blocks[slots, at] = blocks
 
     def sampled(self, slots: Ints, tokens: Ints) -> None:
         """Notes the token just sampled for each slot, for rows that read it from here."""
@@ -118,11 +137,3 @@ class SlotTable:
             seed=known.seed,
             position=torch.from_numpy(positions),
         )
-
-    def _forget(self, slot: int) -> None:
-        self.computed[slot] = 0
-        self.last_token[slot] = 0
-        self.special[slot] = 0
-        self.rules.pop(slot, None)
-        self.wants.pop(slot, None)
-        self.prompt_wants.pop(slot, None)

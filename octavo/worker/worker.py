@@ -11,19 +11,27 @@ from time import perf_counter
 
 from octavo.config import WorkerConfig
 from octavo.device.base import Device
-from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
 from octavo.types import SAMPLE, Admit, StepPlan, StepResult, TokenParams, WorkerInfo, pack
 from octavo.weights.loader import LoadReport
-from octavo.worker.assemble import Choices, build, check_room, choose, fill, finish, open_model
-from octavo.worker.buffers import InputBuffers
-from octavo.worker.cache import allocate_cache
+from octavo.worker.assemble import (
+    Choices,
+    build,
+    check_room,
+    choose,
+    fill,
+    finish,
+    open_device,
+    open_model,
+    shortened,
+)
 from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
-from octavo.worker.runner import Model, Runner
-from octavo.worker.slots import SlotTable
+from octavo.worker.parts import Parts, make_parts
+from octavo.worker.runner import Model, Runner, StepHandle
 
 Report = Callable[[str], None]
 WARM_UP_TOKENS = 4
+GRAPH_BYTES = 2**29  # of the memory that captured graphs share
 
 
 class Worker:
@@ -31,7 +39,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, device: Device | None = None) -> None:
         self._config = config
-        self._device: Device = CpuDevice(config.threads) if device is None else device
+        self._device: Device = open_device(config) if device is None else device
         self._runner: Runner | None = None
         self._timings: list[tuple[str, float]] = []
         self._report: Report = _silent
@@ -56,23 +64,48 @@ class Worker:
             decoder = build(config, choices, device)
             check_room(decoder, device.free_memory())
         with self._phase("load"):
-            loaded = fill(decoder, checkpoint, config, self._bytes)
+            loaded = fill(decoder, checkpoint, config, device, self._bytes)
         with self._phase("fuse"):
             model, fuse_note = finish(decoder, choices.ops)
         if choices.ops.name != "native":
             device.compute_in_torch()
+        peak = 0
+        if device.own_memory:
+            with self._phase("profile"):
+                peak = self._peak_of_a_step(model, shortened(decoder), choices)
+                device.trim()
         with self._phase("cache"):
-            cache = plan_cache(self._cache_request(choices, free_at_start))
-            self._runner = self._make_runner(model, choices, cache)
+            cache = plan_cache(self._cache_request(choices, free_at_start, peak))
+            parts = self._make_parts(model, choices, cache.num_blocks, cache.max_model_len)
+            self._runner = parts.runner
         with self._phase("warm-up"):
             warm_up_notes = self._warm_up(cache, choices.need.block_size)
-        notes = (*device.notes, *choices.notes, fuse_note, *cache.notes, *warm_up_notes)
-        return self._info(choices, loaded, cache, notes)
+        notes = [*device.notes, *choices.notes, fuse_note, *cache.notes, *warm_up_notes]
+        if device.asynchronous:
+            with self._phase("graphs"):
+                notes.append(parts.capture())
+        return self._info(choices, loaded, cache, tuple(notes))
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Starts one plan; see `Runner.submit`."""
+        assert self._runner is not None, "load comes first"
+        return self._runner.submit(plan)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Runs one plan; see `Runner.step`."""
-        assert self._runner is not None, "load comes first"
-        return self._runner.step(plan)
+        """Runs one plan to its end."""
+        return self.submit(plan).result()
+
+    def usable(self) -> bool:
+        """False once the device answers nothing but errors."""
+        try:
+            self._device.synchronize()
+        except RuntimeError:  # what a failed kernel leaves behind, for good
+            return False
+        return True
+
+    def trim(self) -> None:
+        """After a failed step: gives back the memory that it no longer needs."""
+        self._device.trim()
 
     def control(self, op: str, **args: str) -> dict[str, str]:
         """`memory` gives the device's free and total bytes. Raises ConfigError for other names."""
@@ -92,11 +125,15 @@ class Worker:
     def _bytes(self, done: int, total: int) -> None:
         self._report(f"load {done * 100 // max(1, total)}%")
 
-    def _cache_request(self, choices: Choices, free_at_start: int) -> CacheRequest:
+    def _cache_request(self, choices: Choices, free_at_start: int, peak: int = 0) -> CacheRequest:
         config, device = self._config, self._device
         free = device.free_memory()
         layout = choices.attention.layout(choices.need, 1)
-        taken = max(0, free_at_start - free)
+        if device.own_memory:
+            total = device.total_memory()
+            budget = int(config.memory_fraction * total) - (total - free) - peak - GRAPH_BYTES
+        else:
+            budget = int(config.memory_fraction * free_at_start) - max(0, free_at_start - free)
         return CacheRequest(
             block_size=choices.need.block_size,
             bytes_per_block=layout.layer_bytes * choices.spec.num_layers,
@@ -105,31 +142,45 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
             free_bytes=free,
             total_bytes=device.total_memory(),
-            budget_bytes=int(config.memory_fraction * free_at_start) - taken,
+            budget_bytes=budget,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             num_blocks=config.num_blocks,
+            own_memory=device.own_memory,
         )
 
-    def _make_runner(self, model: Model, choices: Choices, cache: CachePlan) -> Runner:
-        config, block_size = self._config, choices.need.block_size
-        layout = choices.attention.layout(choices.need, cache.num_blocks)
-        max_blocks = -(-cache.max_model_len // block_size)
-        return Runner(
-            model=model,
-            sample=choices.ops.sample,
-            attention=choices.attention,
-            kv=allocate_cache(layout, num_layers=choices.spec.num_layers, block_size=block_size),
-            slots=SlotTable(
-                num_slots=config.max_num_seqs,
-                max_blocks=max_blocks,
-                vocab_size=choices.spec.vocab_size,
-            ),
-            buffers=InputBuffers(
-                max_tokens=config.max_num_batched_tokens,
-                max_rows=config.max_num_seqs,
-                max_blocks=max_blocks,
-            ),
+    def _make_parts(
+        self, model: Model, choices: Choices, num_blocks: int, max_model_len: int
+    ) -> Parts:
+        return make_parts(
+            model,
+            choices,
+            self._config,
+            self._device,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
         )
+
+    def _peak_of_a_step(self, model: Model, short: Model, choices: Choices) -> int:
+        """Bytes that the largest step takes for a while: one prompt beside as many answers as can.
+
+        It runs on a cache of one block, which all of its rows write to. `short` is for rehearsals.
+        """
+        config = self._config
+        longest = choices.spec.max_model_len
+        if config.max_model_len is not None and config.max_model_len > 0:
+            longest = min(longest, config.max_model_len)
+        rehearsed = self._make_parts(short, choices, 1, longest)
+        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        small = _plan_of(largest_step(rows, min(tokens, 2 * rows + 64), longest))
+        largest = _plan_of(largest_step(rows, tokens, longest))
+
+        def rehearsal() -> None:
+            rehearsed.runner.step(small)
+            rehearsed.rehearse()
+
+        self._device.rehearse(rehearsal)
+        runner = self._make_parts(model, choices, 1, longest).runner
+        return self._device.peak_of(lambda: _do(runner, largest))
 
     def _warm_up(self, cache: CachePlan, block_size: int) -> tuple[str, ...]:
         """A short prompt, then one more token: what is made on first use is made now.
@@ -183,7 +234,38 @@ class Worker:
             kv_bytes=cache.num_bytes,
             notes=notes,
             timings=tuple(self._timings),
+            depth=self._device.depth,
+            lookahead=self._device.lookahead,
         )
+
+
+def largest_step(max_rows: int, max_tokens: int, max_length: int) -> list[int]:
+    """Lengths of the rows of a step of `max_tokens` tokens, decode rows first."""
+    rows = min(max_rows, max_tokens)
+    lengths = [1] * rows
+    left = max_tokens - rows
+    for row in reversed(range(rows)):
+        more = min(left, max_length - 1)
+        lengths[row] += more
+        left -= more
+    return lengths
+
+
+def _plan_of(lengths: list[int]) -> StepPlan:
+    """Prompts of tokens 0, all in the first block."""
+    return StepPlan(
+        step=0,
+        epoch=0,
+        slots=pack(range(len(lengths))),
+        starts=pack([0] * len(lengths)),
+        lengths=pack(lengths),
+        flags=bytes([SAMPLE] * len(lengths)),
+        tokens=pack([0] * sum(lengths)),
+    )
+
+
+def _do(runner: Runner, plan: StepPlan) -> None:
+    runner.step(plan)
 
 
 def _silent(_: str) -> None:

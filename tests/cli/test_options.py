@@ -74,7 +74,7 @@ def test_an_argument_equal_to_the_default_still_wins(monkeypatch: pytest.MonkeyP
     ("make", "words"),
     [
         (lambda: EngineArgs(tensor_parallel_size=8), ("tensor_parallel_size=8", "use 1")),
-        (lambda: EngineArgs(kv_cache_dtype="fp8_e4m3"), ("fp8_e4m3", "use auto")),
+        (lambda: EngineArgs(kv_cache_dtype="int3"), ("int3", "auto, bfloat16")),
         (lambda: EngineArgs(trust_remote_code=True), ("trust_remote_code=True", "never run")),
         (lambda: EngineArgs(block_size=0), ("block_size=0", "from 1 to 256")),
         (lambda: EngineArgs(block_size=257), ("block_size=257", "from 1 to 256")),

@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.device.cpu import CpuDevice
 from octavo.forward import CacheLayout, ForwardBatch, KVCache
 from octavo.kernels.ops import SampleRows
-from octavo.worker.buffers import InputBuffers
+from octavo.worker.buffers import HostInputs
 from octavo.worker.cache import allocate_cache
+from octavo.worker.choose import HostChooser
+from octavo.worker.graphs import Eager
 from octavo.worker.runner import Runner
-from octavo.worker.slots import SlotTable
+from octavo.worker.slots import HostSlots
 
 VOCAB = 29
 HIDDEN = 6
@@ -28,6 +31,7 @@ class FakeModel:
         random = np.random.default_rng(seed)
         self.embedding = random.normal(size=(vocab, HIDDEN))
         self.head = random.normal(size=(HIDDEN, vocab))
+        self.scratch = -1  # the block of idle rows, whose cells hold anything
         self.poison: set[int] = set()  # tokens whose presence in the context gives NaN
         self.poison_head: set[int] = set()  # tokens that give NaN logits as the last one
 
@@ -59,7 +63,8 @@ class FakeModel:
             assert (high - low == 1) or row >= batch.num_decodes
             cells = [(int(batch.block_table[row, p // size]), p % size) for p in range(length)]
             found = [int(values[block, at]) for block, at in cells]
-            assert found == list(range(length)), "a cell holds another position"
+            idle = length > 0 and cells[0][0] == self.scratch
+            assert idle or found == list(range(length)), "a cell holds another position"
             tokens = [int(keys[block, at]) - 1 for block, at in cells]
             for end in range(length - (high - low) + 1, length + 1):
                 states.append(self.context_state(tokens[:end]))
@@ -98,17 +103,18 @@ def fake_sample(logits: Tensor, rows: SampleRows) -> Tensor:
 
 def make_cache(num_blocks: int, block_size: int) -> KVCache:
     layout = CacheLayout((num_blocks, block_size), (num_blocks, block_size), torch.float32)
-    return allocate_cache(layout, num_layers=1, block_size=block_size)
+    return allocate_cache(layout, num_layers=1, block_size=block_size, device=CpuDevice(1))
 
 
 def make_runner(
     model: FakeModel, *, num_blocks: int, block_size: int, slots: int = 8, blocks_per: int = 32
 ) -> Runner:
+    kv = make_cache(num_blocks, block_size)
+    table = HostSlots(num_slots=slots, max_blocks=blocks_per, vocab_size=VOCAB)
     return Runner(
         model=model,
-        sample=fake_sample,
-        attention=FakeAttention(),  # type: ignore[arg-type]
-        kv=make_cache(num_blocks, block_size),
-        slots=SlotTable(num_slots=slots, max_blocks=blocks_per, vocab_size=VOCAB),
-        buffers=InputBuffers(max_tokens=256, max_rows=slots, max_blocks=blocks_per),
+        forward=Eager(model, FakeAttention()),  # type: ignore[arg-type]
+        slots=table,
+        inputs=HostInputs(table, kv, max_tokens=256, max_rows=slots, max_blocks=blocks_per),
+        chooser=HostChooser(fake_sample, table),
     )

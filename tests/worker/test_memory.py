@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout
 from octavo.worker.cache import allocate_cache
@@ -149,7 +150,7 @@ def test_pages_become_resident_with_use_and_are_zero() -> None:
     blocks = 64 * 1024
     layout = CacheLayout((blocks, 1024), (blocks, 1024), torch.bfloat16)
     before = _resident()
-    cache = allocate_cache(layout, num_layers=4, block_size=16)
+    cache = allocate_cache(layout, num_layers=4, block_size=16, device=CpuDevice(1))
     assert _resident() - before < 64 * 2**20  # of 1 GiB
     assert len(cache.keys) == len(cache.values) == 4
     assert cache.keys[0].shape == (blocks, 1024)

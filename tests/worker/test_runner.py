@@ -24,7 +24,8 @@ from octavo.types import (
     pack,
     unpack,
 )
-from octavo.worker.runner import NOT_FINITE, PROMPT_NOT_FINITE, Runner
+from octavo.worker.choose import NOT_FINITE, PROMPT_NOT_FINITE, not_finite
+from octavo.worker.runner import Runner
 from tests.worker import naive
 from tests.worker.fakes import VOCAB, FakeModel, fake_sample, make_runner
 from tests.worker.test_processors import random_params
@@ -319,14 +320,12 @@ def test_a_prompt_position_that_is_not_finite_makes_the_row_bad() -> None:
 
 
 def test_an_infinite_logit_is_found_and_a_large_finite_one_is_not_mistaken() -> None:
-    from octavo.worker.runner import _not_finite
-
     logits = torch.zeros(5, 100)
     logits[1, 7] = torch.inf
     logits[2, 3], logits[2, 4] = torch.inf, -torch.inf
     logits[3, :] = 3e38  # the sum overflows
     logits[4, 99] = torch.nan
-    assert _not_finite(logits) == [1, 2, 4]
+    assert not_finite(logits) == [1, 2, 4]
 
 
 def test_cached_settings_follow_a_new_sequence_in_the_slot() -> None:

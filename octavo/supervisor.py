@@ -81,8 +81,10 @@ class Supervisor:
         """Waits until the core takes requests; raises what kept it from starting."""
         waiting = asyncio.get_running_loop().create_task(self.client.ready.wait())
         first: set[asyncio.Future[Any]] = {waiting, self.failure}
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
         if self.failure.done():
             raise self.failure.result()
         assert self.client.info is not None

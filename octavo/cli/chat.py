@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from octavo.cli.chat_sources import Message, Source, engine_source, server_source
 from octavo.cli.flags import add_config, add_options, engine_args, given
@@ -25,6 +25,7 @@ examples:
   octavo chat --model ./my-model --system "Answer in rhyme."
   octavo chat --url http://localhost:8000            with the model of a running server
 
+Answers are greedy (--temperature 0) and end at 512 tokens unless flags say otherwise.
 In a conversation: /system TEXT sets the instruction, /clear forgets, /exit leaves, /help tells.
 """
 
@@ -36,8 +37,10 @@ COMMANDS = """\
 Ctrl-C stops an answer."""
 
 SENT = ("model", "seed")  # options of the engine that a server gets with each question
-ONE_ANSWER_TEMPERATURE = 0.0  # the same question gets the same answer
-CONVERSATION_TEMPERATURE = 0.3
+DEFAULTS: Final[dict[str, Any]] = {
+    "temperature": 0.0,  # the same question gets the same answer, and small models keep to it
+    "max_tokens": 512,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answers one question, or talks until the person leaves."""
     question = args.prompt if args.prompt is not None else args.question
-    sampling = {"max_tokens": 512, **sampling_flags(args)}
-    sampling.setdefault(
-        "temperature", CONVERSATION_TEMPERATURE if question is None else ONE_ANSWER_TEMPERATURE
-    )
+    sampling = {**DEFAULTS, **sampling_flags(args)}
     source = _source(args, sampling)
     conversation = Conversation(source, args.system)
     try:

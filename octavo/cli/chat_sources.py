@@ -136,7 +136,8 @@ class ServerSource:
     ) -> None:
         import httpx
 
-        base = url.rstrip("/").removesuffix("/v1")
+        named = url if "://" in url else f"http://{url}"
+        base = named.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         self._client = httpx.Client(base_url=base, headers=headers, timeout=timeout)

@@ -65,7 +65,7 @@ def _machine() -> list[tuple[str, str]]:
         ("cpu", info.get("model name", platform.processor() or platform.machine())),
         ("cpu flags", f"{' '.join(have) or 'none known'} (without {' '.join(lack) or 'none'})"),
         ("cores", f"{cores} usable"),
-        ("memory", f"{memory.get('MemAvailable', '?')} free of {memory.get('MemTotal', '?')}"),
+        ("memory", f"{_gib(memory, 'MemAvailable')} free of {_gib(memory, 'MemTotal')}"),
     ]
 
 
@@ -109,3 +109,8 @@ def _options() -> list[tuple[str, str]]:
         if source != "default"
     ]
     return rows
+
+
+def _gib(memory: dict[str, str], name: str) -> str:
+    kilobytes = memory.get(name, "").removesuffix(" kB")
+    return f"{int(kilobytes) / 2**20:.1f} GiB" if kilobytes.isdigit() else "?"

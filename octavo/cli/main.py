@@ -33,7 +33,7 @@ examples:
   octavo chat "What is the capital of France?"     fetches a small model the first time
   octavo serve                                     the same model on http://localhost:8000
   octavo serve ./my-model --port 9000              a folder with config.json and weights
-  octavo bench serve --num-prompts 100             against a running server
+  octavo bench serve --num-prompts 20 --input-len 128 --output-len 32
 
 `octavo COMMAND --help` explains a command.
 """

@@ -31,7 +31,7 @@ DEFAULT_MAX_TOKENS = 256
 
 SAMPLING = {
     "max_tokens": (int, "most tokens to generate"),
-    "temperature": (float, "0 is greedy; the model's default if left out"),
+    "temperature": (float, "0 is greedy"),
     "top_p": (float, "share of probability to sample from"),
     "top_k": (int, "number of tokens to sample from; 0 is all"),
     "n": (int, "choices a prompt"),

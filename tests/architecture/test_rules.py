@@ -169,24 +169,6 @@ def test_the_rules_see_what_they_forbid(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(cuda_words("bad.py"))
 
 
-def test_sizes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what is longer than the taste of the house; long is no failure."""
-    rows = []
-    for name in NAMES:
-        lines = (PACKAGE / name).read_text(encoding="utf-8").count("\n")
-        if lines > 500:
-            rows.append(f"{lines:6} lines  octavo/{name}")
-        for node in ast.walk(tree(name)):
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                continue
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > (300 if isinstance(node, ast.ClassDef) else 60):
-                rows.append(f"{length:6} lines  {line(name, node)} {node.name}")
-    with capsys.disabled():
-        if rows:
-            print("\nlonger than the taste of the house:\n" + "\n".join(sorted(rows)[::-1]))
-
-
 def test_text_of_the_repository_names_no_machine() -> None:
     """No absolute path of a home or work folder in any tracked text."""
     home = re.compile(r"(?<![\w.])/(?:root|work|home/\w+)/\w")

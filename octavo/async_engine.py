@@ -35,6 +35,7 @@ class AsyncLLMEngine:
         self._supervisor: Supervisor | None = None
         self._engine: TextEngine | None = None
         self._starting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first request
         self._stopped = False
 
     @classmethod
@@ -78,6 +79,10 @@ class AsyncLLMEngine:
 
     async def start(self) -> TextEngine:
         """Starts the engine's process once, and waits until it takes requests."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        elif self._loop is not asyncio.get_running_loop():
+            raise EngineDead("the engine belongs to another event loop; make one for this loop")
         async with self._starting:
             if self._stopped:
                 raise EngineDead("the engine has been shut down")
@@ -100,6 +105,9 @@ class AsyncLLMEngine:
         """
         if lora_request is not None:
             raise InvalidRequest("lora_request: LoRA adapters are not built in.", "lora_request")
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id = {request_id!r} must be a text.", "request_id")
+        sampling_params.verify()  # a record can be changed after it was made
         arrival = time.monotonic()
         engine = await self.start()
         encoded = encode_prompt(prompt, self._frontend.tokenizer)

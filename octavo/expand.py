@@ -27,8 +27,11 @@ class Scheduling:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        if not -PRIORITY_LIMIT <= self.priority < PRIORITY_LIMIT:
-            raise InvalidRequest(f"priority = {self.priority} must fit 32 bits.", "priority")
+        whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        if not whole or not -PRIORITY_LIMIT <= self.priority < PRIORITY_LIMIT:
+            raise InvalidRequest(
+                f"priority = {self.priority!r} must be a whole number of 32 bits.", "priority"
+            )
 
 
 def request_seeds(seed: int | None) -> Random:
@@ -44,11 +47,27 @@ def expand(
     group: str,
     tokenizer: Tokenizer,
     max_model_len: int,
+    vocab_size: int,
     seed: int,
 ) -> list[AddRequest]:
-    """`params.n` sequences with ids made of `group`; `seed` is for a request that has none."""
+    """`params.n` sequences with ids made of `group`; `seed` is for a request that has none.
+
+    Raises InvalidRequest for what the core could not serve.
+    """
+    if prompt_ids and max(prompt_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"the prompt holds token {max(prompt_ids)}, and the model has embeddings for 0 to "
+            f"{vocab_size - 1} only; its tokenizer is larger than the model.",
+            "prompt",
+        )
     room = max_model_len - len(prompt_ids)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens = {params.min_tokens} is not allowed: the prompt leaves room for "
+            f"{max_tokens} of {max_model_len} tokens.",
+            "min_tokens",
+        )
     return [
         AddRequest(
             id=f"{group}-{index}",

@@ -146,6 +146,7 @@ class LLM:
                 f"priority has {len(priorities)} values for {len(prompts)} prompts.", "priority"
             )
         for prompt, own in zip(prompts, every, strict=True):
+            own.verify()  # a record can be changed after it was made
             own.check_model(vocab_size=self.info.vocab_size, max_logprobs=self._args.max_logprobs)
             check_length(len(prompt.ids), self.info.max_model_len, None)
         requests: list[_Running] = []
@@ -191,6 +192,7 @@ class LLM:
             group=number,
             tokenizer=tokenizer,
             max_model_len=self.info.max_model_len,
+            vocab_size=self.info.vocab_size,
             seed=self._seeds.getrandbits(64),
         )
         running = _Running(OutputCollector(number, prompt.text, prompt.ids, params), {})

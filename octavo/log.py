@@ -20,6 +20,8 @@ def setup(level: str = "info", stream: TextIO | None = None) -> None:
     root.handlers = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+    # It warns for each write to a client that has left; that is no event of ours.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def pairs(fields: dict[str, object]) -> str:

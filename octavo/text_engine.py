@@ -77,12 +77,16 @@ class Rate:
 
     def count(self, now: float) -> None:
         """One sequence has ended."""
+        self._forget(now)
         self._ends.append(now)
+
+    def _forget(self, now: float) -> None:
+        while self._ends and now - self._ends[0] > self.window:
+            self._ends.popleft()
 
     def seconds_for(self, sequences: int, now: float) -> float:
         """How long that many take at the measured rate; between 1 and 60 seconds."""
-        while self._ends and now - self._ends[0] > self.window:
-            self._ends.popleft()
+        self._forget(now)
         if not self._ends:
             return 1.0
         per_second = len(self._ends) / max(1.0, now - self._ends[0])
@@ -133,7 +137,7 @@ class TextEngine:
         self._draining = False
         self._idle = asyncio.Event()
         self._open = 0  # sequences between admission and their end
-        self._by_request: dict[str, Subscription] = {}  # by the caller's id, the latest
+        self._by_request: dict[str, list[Subscription]] = {}  # by the caller's id
         self._seeds = request_seeds(seed)
 
     @property
@@ -187,6 +191,7 @@ class TextEngine:
             group=str(next(self._numbers)),  # callers' ids may clash, these never do
             tokenizer=self.tokenizer,
             max_model_len=self.limits.max_model_len,
+            vocab_size=self.limits.vocab_size,
             seed=self._seeds.getrandbits(64),
         )
         choices = {
@@ -195,7 +200,7 @@ class TextEngine:
         }
         client = self._source.client
         stream = client.submit(requests)
-        self._by_request[request_id] = stream
+        self._by_request.setdefault(request_id, []).append(stream)
         self._enter(choices.values())
         try:
             while choices:
@@ -218,19 +223,18 @@ class TextEngine:
             raise
         finally:
             client.abort(list(choices))
-            if self._by_request.get(request_id) is stream:  # a later request may have the same id
+            self._by_request[request_id].remove(stream)
+            if not self._by_request[request_id]:
                 del self._by_request[request_id]
             for choice in choices.values():
                 self._leave(choice, "abort")
 
     def abort(self, request_id: str) -> None:
-        """Ends a request by its caller's id; its choices finish with `abort`."""
-        stream = self._by_request.get(request_id)
-        if stream is None:
-            return
-        for sequence in stream.ids:
-            stream.push(SequenceOutput(sequence, [], reason="abort"))
-        self._source.client.abort(stream.ids)
+        """Ends all requests of a caller's id; their choices finish with `abort`."""
+        for stream in self._by_request.get(request_id, ()):
+            for sequence in stream.ids:
+                stream.push(SequenceOutput(sequence, [], reason="abort"))
+            self._source.client.abort(stream.ids)
 
     async def control(self, op: str, **args: str) -> dict[str, str]:
         """An operation on the whole engine, such as `reset_prefix_cache`."""

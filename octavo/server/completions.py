@@ -23,7 +23,7 @@ from octavo.server.generation import (
     check_lengths,
     sampling_params,
 )
-from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs_body
+from octavo.server.logprobs import EVERY, CompletionLogprobs, best_of, prompt_logprobs_body
 from octavo.server.prompts import Prompt, completion_prompts
 from octavo.server.refusals import COMPLETION_REFUSED
 from octavo.server.schema import CompletionRequest
@@ -57,7 +57,8 @@ def completion_params(serving: Serving, body: CompletionRequest) -> SamplingPara
         raise InvalidRequest("min_tokens does not go with max_tokens = 0.", "min_tokens")
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
-        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+        both = (body.logprobs, prompt_logprobs or 0)
+        prompt_logprobs = EVERY if EVERY in both else max(both)
     return sampling_params(
         body,
         settings=serving.settings,
@@ -109,10 +110,12 @@ def _choice_body(
         writer = CompletionLogprobs(as_ids=bool(body.return_tokens_as_token_ids))
         tokens = writer.generated(choice.logprobs)
         if body.echo:
-            tokens = _echoed(writer, prompt, choice.prompt_logprobs, tokenizer) + tokens
+            echoed = best_of(choice.prompt_logprobs, body.logprobs)
+            tokens = _echoed(writer, prompt, echoed, tokenizer) + tokens
         made["logprobs"] = writer.write(tokens)
     if body.prompt_logprobs is not None:
-        made["prompt_logprobs"] = prompt_logprobs_body(choice.prompt_logprobs)
+        wanted = best_of(choice.prompt_logprobs, body.prompt_logprobs)
+        made["prompt_logprobs"] = prompt_logprobs_body(wanted)
     if body.return_token_ids:
         made["token_ids"] = choice.token_ids
         made["prompt_token_ids"] = prompt.ids
@@ -176,7 +179,8 @@ class CompletionChunks:
         parts = [b',"text":', encode(text)]
         if self._body.echo and self._body.logprobs is not None:
             writer = self._writers[index]
-            tokens = _echoed(writer, prompt, delta.prompt_logprobs, self._tokenizer)
+            echoed = best_of(delta.prompt_logprobs, self._body.logprobs)
+            tokens = _echoed(writer, prompt, echoed, self._tokenizer)
             parts += (b',"logprobs":', encode(writer.write(tokens)))
         if self._ids:
             parts += (b',"prompt_token_ids":', encode(prompt.ids))

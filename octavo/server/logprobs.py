@@ -8,6 +8,7 @@ that is no whole character is written `bytes:\\xf0\\x9f`: as text, such tokens w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from octavo.text.assembler import TokenLogprob
@@ -31,6 +32,9 @@ def _chat_entry(entry: TokenLogprob, as_ids: bool) -> dict[str, Any]:
 def _chat_token(token: int, value: float, text: str, raw: bytes, as_ids: bool) -> dict[str, Any]:
     shown = f"token_id:{token}" if as_ids else text
     return {"token": shown, "logprob": value, "bytes": list(raw)}
+
+
+EVERY = -1  # as a number of alternatives: the whole vocabulary
 
 
 class CompletionLogprobs:
@@ -85,6 +89,15 @@ class CompletionLogprobs:
         best_first = dict(reversed(found.items()))
         best_first.setdefault(self.name(entry.token_id, entry.raw), entry.logprob)
         return best_first
+
+
+def best_of(
+    entries: list[TokenLogprob | None] | None, count: int
+) -> list[TokenLogprob | None] | None:
+    """The same with the `count` best alternatives of each token; EVERY leaves all."""
+    if entries is None or count == EVERY:
+        return entries
+    return [None if entry is None else replace(entry, top=entry.top[:count]) for entry in entries]
 
 
 def prompt_logprobs_body(

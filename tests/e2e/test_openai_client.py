@@ -110,3 +110,21 @@ def test_a_closed_stream_frees_its_pages(client: openai.OpenAI, server: RunningS
     stream.close()
     wait_for(lambda: server.gauge("vllm:num_requests_running") == 0, server, 5)
     assert server.gauge("vllm:kv_cache_usage_perc") == 0
+
+
+def test_echo_keeps_both_numbers_of_alternatives(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="small",
+        prompt=COUNTING,
+        echo=True,
+        logprobs=1,
+        max_tokens=2,
+        temperature=0,
+        extra_body={"prompt_logprobs": 4},
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    tops = choice.logprobs.top_logprobs or []
+    assert all(1 <= len(top) <= 2 for top in tops if top)
+    prompt = choice.model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert all(4 <= len(entry) <= 5 for entry in prompt if entry)

@@ -92,6 +92,13 @@ async def test_async_engine_streams_and_aborts(smollm2_gguf: Path) -> None:
     assert engine.is_stopped
 
 
+def test_a_changed_record_is_checked_again(llm: LLM) -> None:
+    params = SamplingParams()
+    params.repetition_penalty = "high"  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match="repetition_penalty"):
+        llm.generate(PROMPTS[0], params, use_tqdm=False)
+
+
 async def _collect(engine: AsyncLLMEngine, kind: RequestOutputKind) -> list:
     params = SamplingParams(temperature=0, max_tokens=10, output_kind=kind)
     return [output async for output in engine.generate(PROMPTS[1], params, f"request-{kind}")]

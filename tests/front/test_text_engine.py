@@ -14,7 +14,7 @@ from octavo.engine.client import Pulse, Subscription
 from octavo.errors import Draining, EngineDead, InvalidRequest, Overloaded
 from octavo.obs.metrics import Metrics
 from octavo.sampling_params import SamplingParams
-from octavo.text_engine import Admission, TextEngine
+from octavo.text_engine import Admission, Rate, TextEngine
 from octavo.types import AddRequest, SequenceOutput, StepStats, WorkerInfo
 from tests.text.samples import chat_tokenizer
 
@@ -235,3 +235,44 @@ async def test_health_follows_the_heartbeat() -> None:
     assert engine.health.stalled_for >= 30
     source.restarting = True
     assert not engine.health.alive
+
+
+async def test_min_tokens_beyond_the_room_are_refused() -> None:
+    engine = make(Source())
+    with pytest.raises(InvalidRequest, match="min_tokens = 300"):
+        await collect(engine, SamplingParams(max_tokens=None, min_tokens=300))
+    assert engine.num_open == 0
+
+
+async def test_tokens_without_an_embedding_are_refused() -> None:
+    source = Source()
+    source.client.info = WorkerInfo(64, 16, 256, 71, "cpu", "float32", 0, 0)
+    with pytest.raises(InvalidRequest, match="token 72"):
+        await collect(make(source))
+
+
+@pytest.mark.parametrize("priority", [1.5, True, None, "x", 2**70])
+async def test_priorities_that_are_none(priority: object) -> None:
+    engine = make(Source())
+    with pytest.raises(InvalidRequest, match="priority"):
+        async for _ in run(engine, priority=priority):
+            pass
+
+
+async def test_an_abort_ends_all_requests_of_an_id() -> None:
+    source = Source()
+    engine = make(source)
+    tasks = [await started(engine) for _ in range(2)]
+    engine.abort("r")
+    for deltas in await asyncio.gather(*tasks):
+        assert deltas[-1].finish_reason == "abort"
+    engine.abort("r")
+    assert engine._by_request == {}
+
+
+def test_the_rate_forgets_what_is_long_past() -> None:
+    rate = Rate()
+    for second in range(5000):
+        rate.count(float(second))
+    assert len(rate._ends) <= 62
+    assert rate.seconds_for(10, 5000.0) == pytest.approx(10, rel=0.1)

@@ -92,7 +92,7 @@ def test_another_cpu_or_source_has_another_name(
 
 
 def test_names_are_checked_and_dtypes_refused() -> None:
-    with pytest.raises(ConfigError, match="use auto, native, onednn, reference"):
+    with pytest.raises(ConfigError, match="use auto, native, onednn, triton, reference"):
         select(torch.float32, "fast")
     with pytest.raises(ConfigError, match="float16"):
         select(torch.float16, "native")

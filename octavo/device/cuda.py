@@ -129,10 +129,6 @@ class CudaDevice:
         """A new mark; `timed` ones cost more."""
         return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
-    def out_of_memory(self) -> type[Exception]:
-        """The exception that a step raises when memory runs out."""
-        return torch.cuda.OutOfMemoryError
-
 
 class PinnedColumn:
     """An array of the host and its twin on the device, at addresses that never change.

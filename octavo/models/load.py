@@ -12,10 +12,10 @@ from octavo.checkpoint.records import Checkpoint
 from octavo.layers.build import Build
 from octavo.layers.linear import share_kv_heads
 from octavo.models.decoder import Decoder
-from octavo.models.registry import family_of, read_spec
+from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
-from octavo.weights.loader import Progress, load
+from octavo.weights.loader import LoadReport, Progress, load
 
 
 def attention_need(
@@ -46,26 +46,23 @@ def build_model(spec: ModelSpec, build: Build) -> Decoder:
     return Decoder(spec, build)
 
 
-def load_model(
+def load_weights(
+    decoder: Decoder,
     checkpoint: Checkpoint,
-    build: Build,
     *,
-    spec: ModelSpec | None = None,
     progress: Progress | None = None,
-) -> Decoder:
-    """A decoder with the weights of `checkpoint`, ready to run.
+    device: str = "cpu",
+) -> LoadReport:
+    """Fills and finishes a built decoder with the weights of `checkpoint`, by its family's names.
 
-    `spec` is for a caller who has changed what the checkpoint's config says (a shorter context).
-    `progress` gets (bytes read, bytes in all). Raises ConfigError and CheckpointError.
+    `progress` gets (bytes read, bytes in all). Raises CheckpointError.
     """
-    spec = spec or read_spec(checkpoint.config)
-    family = family_of(spec.architecture)
-    decoder = build_model(spec, build)
-    load(
+    family = family_of(decoder.spec.architecture)
+    return load(
         decoder,
         checkpoint,
         family.names,
-        ignored=family.ignored_names(spec),
+        ignored=family.ignored_names(decoder.spec),
         progress=progress,
+        device=device,
     )
-    return decoder

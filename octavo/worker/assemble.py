@@ -27,12 +27,12 @@ from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
 from octavo.models.decoder import Decoder
 from octavo.models.fused import fuse
-from octavo.models.load import attention_need, build_model
-from octavo.models.registry import family_of, read_spec
+from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.none import Unquantized
-from octavo.weights.loader import LoadReport, load, load_dummy
+from octavo.weights.loader import LoadReport, load_dummy
 from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
 
@@ -162,15 +162,7 @@ def fill(
     """Loads the weights onto the device, or makes some up there for the load format "dummy"."""
     if config.load_format == "dummy":
         return load_dummy(decoder, seed=config.seed, device=device.name)
-    family = family_of(decoder.spec.architecture)
-    return load(
-        decoder,
-        checkpoint,
-        family.names,
-        ignored=family.ignored_names(decoder.spec),
-        progress=progress,
-        device=device.name,
-    )
+    return load_weights(decoder, checkpoint, progress=progress, device=device.name)
 
 
 def shortened(decoder: Decoder) -> Decoder:

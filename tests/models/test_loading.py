@@ -11,7 +11,7 @@ import torch
 
 from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.load import build_model, load_model
+from octavo.models.load import build_model, load_weights
 from octavo.models.registry import read_spec
 from octavo.weights.loader import load_dummy
 from tests.models.driver import Driver, Row, make_build
@@ -25,7 +25,8 @@ def test_saved_twin_is_equal(case: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     build = make_build(read_spec(checkpoint.config))
     seen: list[tuple[int, int]] = []
-    decoder = load_model(checkpoint, build, progress=lambda *done: seen.append(done))
+    decoder = build_model(read_spec(checkpoint.config), build)
+    load_weights(decoder, checkpoint, progress=lambda *done: seen.append(done))
     assert seen[-1][0] == seen[-1][1] > 0
     prompt = twin.prompt(33)
     found = Driver(decoder, build, num_blocks=20, seed=twin.seed).run(Row(list(prompt)))
@@ -40,10 +41,10 @@ def test_weights_and_config_that_do_not_belong_together(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     build = make_build(read_spec(checkpoint.config))
     with pytest.raises(CheckpointError, match=r"mlp\.down_proj\.bias"):
-        load_model(checkpoint, build)
+        load_weights(build_model(read_spec(checkpoint.config), build), checkpoint)
     config.write_text(json.dumps({**values, "hidden_act": "gelu"}))
     with pytest.raises(ConfigError, match="hidden_act"):
-        load_model(open_checkpoint(str(tmp_path)), build)
+        read_spec(open_checkpoint(str(tmp_path)).config)
 
 
 def test_dummy_weights_run_and_a_shorter_context_holds() -> None:

@@ -36,6 +36,7 @@ COMMANDS = """\
 /help         show this
 Ctrl-C stops an answer."""
 
+CUT = "the answer was cut at its limit of tokens; --max-tokens N allows more"
 SENT = ("model", "seed")  # options of the engine that a server gets with each question
 DEFAULTS: Final[dict[str, Any]] = {
     "temperature": 0.0,  # the same question gets the same answer, and small models keep to it
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if question is not None:
             conversation.ask(question)
+            if source.cut:  # standard output holds the answer alone
+                print(f"octavo: {CUT}", file=sys.stderr)
             return 0
         return _talk(conversation, args.url or vars(args).get("model", DEFAULT_MODEL))
     finally:
@@ -150,6 +153,8 @@ def _turn(conversation: Conversation, line: str, console: Any) -> None:
         console.print(error.message, style="red", markup=False)
     else:
         seconds = time.monotonic() - started
+        if conversation.source.cut:
+            console.print(f"[dim]({CUT})[/dim]")
         console.print(f"[dim]{seconds:.1f} s, {count / max(seconds, 1e-9):.0f} pieces/s[/dim]")
 
 

@@ -27,7 +27,9 @@ LOADING_SECONDS = 120
 
 
 class Source(Protocol):
-    """Answers conversations."""
+    """Answers conversations. `cut`: the last answer ended at its limit of tokens."""
+
+    cut: bool
 
     def start(self) -> None:
         """Makes ready, so that the first answer does not wait; optional to call."""
@@ -64,6 +66,7 @@ class EngineSource:
         self._engine = engine
         self._sampling = sampling
         self._count = 0
+        self.cut = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -73,6 +76,7 @@ class EngineSource:
 
     def answer(self, messages: list[Message]) -> Iterator[str]:
         self._count += 1
+        self.cut = False
         pieces = self._pieces(messages, f"chat-{self._count}")
         try:
             while (piece := self._run(_next(pieces))) is not None:
@@ -121,6 +125,7 @@ class EngineSource:
         outputs = self._engine.generate({"prompt_token_ids": ids}, params, name)
         async with aclosing(outputs):  # else an interruption would leave the request running
             async for output in outputs:
+                self.cut = output.outputs[0].finish_reason == "length"
                 yield output.outputs[0].text
 
 
@@ -143,6 +148,7 @@ class ServerSource:
         self._client = httpx.Client(base_url=base, headers=headers, timeout=timeout)
         self._model = model
         self._sampling = sampling
+        self.cut = False
 
     def start(self) -> None:
         import httpx
@@ -164,12 +170,16 @@ class ServerSource:
         import httpx
 
         self.start()
+        self.cut = False
         body = {"model": self._model, "messages": messages, "stream": True, **self._sampling}
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as reply:
                 if reply.status_code != 200:
                     _refuse(reply.status_code, reply.read().decode(errors="replace"))
-                yield from _events(reply.iter_lines())
+                for piece, reason in _events(reply.iter_lines()):
+                    self.cut = self.cut or reason == "length"
+                    if piece:
+                        yield piece
         except httpx.HTTPError as error:
             raise EngineDead(self._unreachable(error)) from None
 
@@ -180,8 +190,8 @@ class ServerSource:
         return f"{self._client.base_url} does not answer ({error}); is `octavo serve` running?"
 
 
-def _events(lines: Iterator[str]) -> Iterator[str]:
-    """Text pieces of a stream of server-sent events. Raises ServerError for an error event."""
+def _events(lines: Iterator[str]) -> Iterator[tuple[str, str | None]]:
+    """Text and finish reason of each event of a stream. Raises ServerError for an error event."""
     for line in lines:
         data = line.removeprefix("data: ")
         if data == line or data == "[DONE]":
@@ -190,9 +200,7 @@ def _events(lines: Iterator[str]) -> Iterator[str]:
         if "error" in event:
             raise ServerError(str(event["error"].get("message", event["error"])))
         for choice in event.get("choices", []):
-            piece = choice.get("delta", {}).get("content")
-            if piece:
-                yield piece
+            yield choice.get("delta", {}).get("content") or "", choice.get("finish_reason")
 
 
 def _refuse(status: int, body: str) -> None:

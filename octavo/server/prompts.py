@@ -19,6 +19,7 @@ from octavo.text.chat import ChatTemplate, validate_messages
 from octavo.text.tokenizer import Tokenizer
 
 THREAD_FROM = 32 * 1024  # characters of messages that are checked and rendered in a thread
+ANSWER_ROOM = 1024  # tokens that truncation leaves for an answer of no stated length, at most
 PART_SIZE = 64  # what a message or a part of one counts as, in characters
 
 
@@ -180,8 +181,10 @@ def truncate(
             f"truncate_prompt_tokens = {str(wanted)[:40]} must be 1 to {longest}, or -1.",
             "truncate_prompt_tokens",
         )
-    keep = max(1, longest - max(1, max_tokens or 1)) if wanted == -1 else wanted
-    return ids[:keep] if request.truncation_side == "right" else ids[-keep:]
+    if wanted == -1:
+        room = min(ANSWER_ROOM, longest // 4) if max_tokens is None else max(1, max_tokens)
+        wanted = max(1, longest - room)
+    return ids[:wanted] if request.truncation_side == "right" else ids[-wanted:]
 
 
 def _render(

@@ -52,7 +52,11 @@ class Generation(Struct, kw_only=True):
     logprob_token_ids: Ids | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[
-        int | None, Meta(description="keep so many prompt tokens; -1 is what fits the context")
+        int | None,
+        Meta(
+            description="keep so many prompt tokens; -1 leaves room for max_tokens, or for a "
+            "quarter of the context (1,024 tokens at most) if that is unset"
+        ),
     ] = None
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None

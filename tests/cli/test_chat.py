@@ -46,6 +46,8 @@ class Fake(http.server.BaseHTTPRequestHandler):
         events = [": keep-alive\n\n", _event({"role": "assistant", "content": ""})]
         for word in question.split(" "):
             events.append(_event({"content": word + " "}))
+        if "endless" in question:
+            events.append(_event({}, "length"))
         if "explode" in question:
             events.append('data: {"error": {"message": "it blew up"}}\n\n')
         events.append("data: [DONE]\n\n")
@@ -63,8 +65,9 @@ class Fake(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def _event(delta: dict[str, str]) -> str:
-    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n"
+def _event(delta: dict[str, str], reason: str | None = None) -> str:
+    choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
 @pytest.fixture
@@ -95,6 +98,20 @@ def test_one_question_prints_the_answer_alone(
     ]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("tiny", 9, 0.0)
     assert body["stream"] is True
+
+
+def test_an_answer_that_was_cut_says_so(
+    server: tuple[str, type[Fake]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["chat", "--url", server[0], "endless tale"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "endless tale \n"
+    assert "cut at its limit of tokens; --max-tokens" in captured.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("endless\nshort\n"))
+    assert main(["chat", "--url", server[0]]) == 0
+    assert capsys.readouterr().out.count("cut at its limit") == 1
 
 
 def test_a_wrong_key_is_told(
@@ -159,6 +176,8 @@ def test_a_conversation_from_standard_input(
 
 class Scripted:
     """A source that does what the test says."""
+
+    cut = False
 
     def __init__(self, answer: Callable[[list[Message]], Iterator[str]]) -> None:
         self.answer = answer
@@ -321,7 +340,9 @@ async def test_closing_an_answer_ends_the_request() -> None:
         async def generate(self, *_: Any) -> AsyncGenerator[Any, None]:
             try:
                 while True:
-                    yield types.SimpleNamespace(outputs=[types.SimpleNamespace(text="hoo")])
+                    yield types.SimpleNamespace(
+                        outputs=[types.SimpleNamespace(text="hoo", finish_reason=None)]
+                    )
             finally:
                 closed.append(True)
 

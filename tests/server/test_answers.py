@@ -236,7 +236,9 @@ async def test_truncation_keeps_the_end_or_the_start() -> None:
     assert (await complete(app, long, max_tokens=6, truncate_prompt_tokens=-1)).status == 200
     assert len(engine.seen[-1].prompt_ids) == MAX_MODEL_LEN - 6
     assert (await chat(app, "owl " * 5000, truncate_prompt_tokens=-1)).status == 200
-    assert len(engine.seen[-1].prompt_ids) == MAX_MODEL_LEN - 1
+    assert len(engine.seen[-1].prompt_ids) == MAX_MODEL_LEN * 3 // 4
+    assert (await complete(app, long, truncate_prompt_tokens=-1)).status == 200
+    assert len(engine.seen[-1].prompt_ids) == MAX_MODEL_LEN * 3 // 4
     text = "owl " * 3000
     assert (await complete(app, text, max_tokens=1, truncate_prompt_tokens=4)).status == 200
 

@@ -27,7 +27,7 @@ from octavo.server.app import create_app
 from octavo.server.run import Listen
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
-from octavo.supervisor import Supervisor
+from octavo.supervisor import CORE_PROGRAM, Supervisor
 from octavo.text_engine import Admission, TextEngine
 from octavo.types import WorkerInfo
 
@@ -43,11 +43,17 @@ class Launch:
     engine: EngineArgs
     server: ServerArgs
     began: float
+    program: tuple[str, ...] = CORE_PROGRAM
 
 
-def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
-    """Serves until SIGTERM or Ctrl-C; 0 after a clean end, 1 if it could not start or go on."""
-    launch = Launch(engine_args, server_args, time.monotonic())
+def serve(
+    engine_args: EngineArgs, server_args: ServerArgs, *, program: tuple[str, ...] = CORE_PROGRAM
+) -> int:
+    """Serves until SIGTERM or Ctrl-C; 0 after a clean end, 1 if it could not start or go on.
+
+    `program` is the command line of the core's process; benchmarks have one of their own.
+    """
+    launch = Launch(engine_args, server_args, time.monotonic(), program)
     try:
         server_args.check()
         frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
@@ -60,7 +66,11 @@ def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
 async def _serve(launch: Launch, frontend: Frontend) -> int:
     metrics = _metrics(launch, frontend)
     supervisor = Supervisor(
-        frontend.worker, frontend.scheduler, on_stats=metrics.step, on_death=metrics.core_died
+        frontend.worker,
+        frontend.scheduler,
+        on_stats=metrics.step,
+        on_death=metrics.core_died,
+        program=launch.program,
     )
     await supervisor.start()
     try:

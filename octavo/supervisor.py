@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from octavo.types import Died, StepStats, WorkerInfo
 MAX_RESTARTS = 3
 RESTART_WINDOW = 300.0
 STOP_SECONDS = 3.0
+CORE_PROGRAM = (sys.executable, "-m", "octavo.core")  # gets its `CoreSettings` on standard input
 
 logger = logging.getLogger("octavo.supervisor")
 
@@ -45,12 +46,17 @@ class Supervisor:
         *,
         on_stats: Callable[[StepStats], None] | None = None,
         on_death: Callable[[], None] | None = None,
+        program: Sequence[str] = CORE_PROGRAM,
     ) -> None:
-        """`on_stats` gets each step's figures, `on_death` is called when a core has died."""
+        """`on_stats` gets each step's figures, `on_death` is called when a core has died.
+
+        `program` is the command line of the core's process; benchmarks have one of their own.
+        """
         self._worker = worker
         self._scheduler = scheduler
         self._on_stats = on_stats
         self._on_death = on_death
+        self._program = tuple(program)
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._folder: Path | None = None
@@ -137,7 +143,7 @@ class Supervisor:
         self._client = EngineClient(addresses, self._on_stats, self._kill_process)
         settings = CoreSettings(addresses, os.getpid(), self._worker, self._scheduler)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "octavo.core", stdin=asyncio.subprocess.PIPE
+            *self._program, stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(settings))

@@ -62,18 +62,25 @@ def refuse_crowded(body: bytes) -> None:
     at_most = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
     if at_most <= MAX_OBJECTS and body.count(b",") <= MAX_SEPARATORS:
         return
-    separators = objects = at = 0
+    separators = objects = at = depth = 0
+    field = None  # the one whose value is being counted
     while at >= 0:
         start = body.find(b'"', at)
         end = len(body) if start < 0 else start
+        opened = body.count(b"[", at, end) + body.count(b"{", at, end)
+        depth += opened - body.count(b"]", at, end) - body.count(b"}", at, end)
         separators += body.count(b",", at, end)
-        objects += (start >= 0) + body.count(b"[", at, end) + body.count(b"{", at, end)
+        objects += (start >= 0) + opened
         if separators > MAX_SEPARATORS or objects > MAX_OBJECTS:
             raise InvalidRequest(
                 f"The request body holds more than {MAX_OBJECTS} texts, lists and objects, or "
-                f"more than {MAX_SEPARATORS} values; send several requests."
+                f"more than {MAX_SEPARATORS} values{f', in {field}' if field else ''}; send "
+                "several requests.",
+                field,
             )
         at = _end_of_text(body, start) if start >= 0 else -1
+        if depth == 1 and body[at : at + 9].lstrip()[:1] == b":":
+            field = shorten(body[start + 1 : min(at, start + 99) - 1].decode("utf-8", "replace"))
 
 
 def _end_of_text(body: bytes, start: int) -> int:

@@ -174,6 +174,7 @@ async def test_crowded_bodies_are_refused(path: str, filler: str) -> None:
     reply = await call(create_app(FakeEngine()), "POST", path, raw=body.encode())
     assert reply.status == 400
     assert "send several requests" in reply.error["message"]
+    assert reply.error["param"] == "metadata"
 
 
 def spied(tokenizer: Tokenizer, name: str) -> set[bool]:

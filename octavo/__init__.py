@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.async_engine import AsyncLLMEngine
+    from octavo.grammar.request import StructuredOutputs
     from octavo.llm import LLM
     from octavo.options import AsyncEngineArgs, EngineArgs
     from octavo.outputs import CompletionOutput, RequestOutput
@@ -25,6 +26,7 @@ _HOME = {
     "AsyncEngineArgs": "octavo.options",
     "EngineArgs": "octavo.options",
     "SamplingParams": "octavo.sampling_params",
+    "StructuredOutputs": "octavo.grammar.request",
     "RequestOutput": "octavo.outputs",
     "CompletionOutput": "octavo.outputs",
     "TextPrompt": "octavo.prompts",
@@ -39,6 +41,7 @@ __all__ = [
     "EngineArgs",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

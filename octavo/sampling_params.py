@@ -20,7 +20,14 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from octavo.errors import InvalidRequest
+from octavo.grammar.request import (
+    StructuredOutputs,
+    StructuredOutputsParams,
+    structured_outputs,
+)
 from octavo.types import TokenParams
+
+__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "choice_seed"]
 
 MAX_CHOICES = 128
 MAX_STOP_LENGTH = 1024  # characters
@@ -48,7 +55,6 @@ _FLAGS = (
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "flat_logprobs": (False,),
     "stream_interval": (None, 1),
-    "structured_outputs": (None,),
     "extra_args": (None, {}),
     "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),
@@ -101,7 +107,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputs | None = None
     logit_bias: dict[int, float] | None = None  # id: -100 to 100
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -134,6 +140,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._verify_counts()
         self._verify_texts()
         self._verify_ids()
+        if self.structured_outputs is not None:
+            self.structured_outputs = structured_outputs(self.structured_outputs)
+            if self.ignore_eos:
+                _refuse(
+                    "ignore_eos", True, "structured_outputs end an answer; leave one of them out"
+                )
 
     def _verify_counts(self) -> None:
         self.n = _integer("n", self.n, 1, MAX_CHOICES)
@@ -207,6 +219,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         record has none. Choice 0 has the seed itself, the others one derived from it. `tokenizer`
         may be None if there are no `bad_words`.
         """
+        if self.structured_outputs is not None:
+            _refuse("structured_outputs", "set", "they are not built yet; leave it out")
         own = seed if self.seed is None else self.seed
         ends = () if self.ignore_eos else tuple(eos_ids)
         return TokenParams(

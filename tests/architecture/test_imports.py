@@ -76,7 +76,8 @@ def test_public_names_can_be_imported(name: str) -> None:
 def test_public_names() -> None:
     assert set(octavo.__all__) == {
         *("LLM", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "SamplingParams"),
-        *("RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt", "__version__"),
+        *("StructuredOutputs", "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt"),
+        "__version__",
     }
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = octavo.Nonsense

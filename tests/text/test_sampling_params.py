@@ -49,7 +49,11 @@ RANGES = [
     ("detokenize", [True, False], [0]),
     ("flat_logprobs", [False], [True]),
     ("stream_interval", [None, 1], [2, True]),
-    ("structured_outputs", [None], [{"json": {}}]),
+    (
+        "structured_outputs",
+        [None, {"json": {}}, {"choice": ["a"]}],
+        [{"json": {}, "regex": "a"}, 3],
+    ),
     ("extra_args", [None, {}], [{"a": 1}]),
     ("skip_reading_prefix_cache", [None, False], [True]),
     ("thinking_token_budget", [None], [5]),

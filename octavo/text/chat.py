@@ -35,6 +35,7 @@ __all__ = ["ChatTemplate", "RenderedPrompt", "validate_messages"]
 
 MAX_LOOP_STEPS = 1_000_000  # of one rendering
 MAX_SECONDS = 2.0  # of processor time of one rendering
+MAX_FAULTS = 5  # told of one template that does not compile
 MAX_PRODUCT = 1_000_000  # length of a repeated text, digits of a power
 
 _BUDGET = "octavo_budget"
@@ -75,9 +76,8 @@ class ChatTemplate:
             _limit_loops(tree)
             code = environment.compile(tree, name, name)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"The chat template {name}, line {error.lineno}: {error.message}.", "chat_template"
-            ) from None
+            faults = "; ".join(_faults(environment, source, error))
+            raise ConfigError(f"The chat template {name}, {faults}.", "chat_template") from None
         except RecursionError:
             raise ConfigError(
                 f"The chat template {name} is nested too deeply.", "chat_template"
@@ -293,6 +293,27 @@ def _environment() -> _Sandbox:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _faults(environment: _Sandbox, source: str, error: jinja2.TemplateSyntaxError) -> Iterator[str]:
+    """The fault, and those that come to light without it, so that all can be mended at once.
+
+    A line is left out for that only if it is an expression: without a block's beginning or end,
+    others would look wrong that are not.
+    """
+    lines = re.split("\r\n|\r|\n", source)  # as Jinja counts them
+    for _ in range(MAX_FAULTS):
+        at = error.lineno
+        yield f"line {at}: {(error.message or 'it cannot be read').rstrip('.')}"
+        if at > len(lines) or "{{" not in lines[at - 1] or "{%" in lines[at - 1]:
+            return
+        lines[at - 1] = ""
+        try:
+            environment.parse("\n".join(lines))
+        except jinja2.TemplateSyntaxError as further:
+            error = further
+        else:
+            return
 
 
 def _limit_loops(tree: jinja2.nodes.Template) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -270,6 +271,25 @@ def test_what_the_template_does_not_read_is_refused():
 def test_a_model_without_template():
     with pytest.raises(InvalidRequest, match="--chat-template"):
         prompt(USER, template=ChatTemplate(None, CHAT, name="some/model"))
+
+
+def test_every_faulty_line_is_named():
+    gap = "text\n" * random.randrange(5)
+    first, second = gap.count("\n") + 2, 2 * gap.count("\n") + 3
+    source = "{% for m in messages %}\n" + gap + "{{ m['content'] }\n" + gap + "{% endfo %}\n"
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate(source, CHAT, name="my.jinja")
+    message = caught.value.message
+    assert f"my.jinja, line {first}: unexpected '}}'; line {second}: " in message
+    assert "endfo" in message
+    whole = source.replace("endfo ", "endfor ")
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate(whole, CHAT, name="my.jinja")
+    assert caught.value.message.count("line ") == 1
+    # Without its beginning the block's end would look wrong too.
+    with pytest.raises(ConfigError) as caught:
+        ChatTemplate("{% if { %}{{ a }}\n{% endif %}", CHAT, name="my.jinja")
+    assert caught.value.message.count("line ") == 1
 
 
 def test_a_broken_template_names_file_and_line():

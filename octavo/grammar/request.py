@@ -196,10 +196,10 @@ def read_tags(value: object) -> StructuralTag:
         case "tag":
             only = {"free_text": False, "at_least_one": True, "stop_after_first": True}
             return _tags_record({"tags": [_tag(form)], **only})
-    _refuse(
-        "structural_tag",
-        f"its format {str(form.get('type'))[:40]!r} is not supported; use triggered_tags, "
-        "tags_with_separator or tag",
+    raise InvalidRequest(
+        f"{PARAM}.structural_tag: its format {str(form.get('type'))[:40]!r} is not supported; use "
+        "triggered_tags, tags_with_separator or tag.",
+        PARAM,
     )
 
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from octavo.errors import OctavoError
-from octavo.server import health, models, openapi, operate
+from octavo.server import health, kserve, models, openapi, operate, triton
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Serving
@@ -28,6 +28,17 @@ from octavo.server.middleware import Auth, Edge
 from octavo.server.settings import ServerSettings
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+# of a model of /v2: last part of the path, method, handler; the one without a last part comes last
+KSERVE_ACTIONS: list[tuple[str, str, Handler]] = [
+    ("/generate", "POST", triton.generate),
+    ("/generate_stream", "POST", triton.generate_stream),
+    ("/infer", "POST", triton.infer),
+    ("/ready", "GET", kserve.model_ready),
+    ("/config", "GET", kserve.model_config),
+    ("/stats", "GET", kserve.model_stats),
+    ("", "GET", kserve.model_metadata),
+]
 
 # path, methods, handler
 ROUTES: list[tuple[str, list[str], Handler]] = [
@@ -47,6 +58,16 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/metrics", ["GET"], operate.metrics),
     ("/server_info", ["GET"], operate.server_info),
     ("/reset_prefix_cache", ["POST"], operate.reset_prefix_cache),
+    ("/v2", ["GET"], kserve.server_metadata),
+    ("/v2/health/live", ["GET"], kserve.live),
+    ("/v2/health/ready", ["GET"], kserve.ready),
+    ("/v2/repository/index", ["POST"], kserve.repository_index),
+    ("/v2/models/stats", ["GET"], kserve.model_stats),
+    *(
+        (f"/v2/models/{{name:path}}{version}{action}", [method], handler)
+        for action, method, handler in KSERVE_ACTIONS
+        for version in ("/versions/{version}", "")
+    ),
     ("/openapi.json", ["GET"], openapi.openapi_json),
     ("/docs", ["GET"], openapi.docs),
 ]
@@ -61,6 +82,8 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> Starle
         middleware=_middleware(serving),
         exception_handlers={OctavoError: on_octavo_error, HTTPException: on_http_exception},
     )
+    # It would send callers, with their key and body, to wherever the Host header says.
+    app.router.redirect_slashes = False
     app.state.serving = serving
     app.state.openapi = openapi.document(
         {

@@ -207,15 +207,18 @@ async def client(args: argparse.Namespace) -> None:
 
 @dataclass
 class Sample:
-    """CPU seconds of a process and the tokens that the server has sent."""
+    """CPU seconds of each role until a moment: in programs, in the kernel."""
 
     at: float
-    cpu: dict[str, float]
+    cpu: dict[str, tuple[float, float]]
 
 
-def cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+def cpu_of(pids: list[int]) -> tuple[float, float]:
+    user = system = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        user, system = user + int(fields[11]), system + int(fields[12])
+    return user / TICKS, system / TICKS
 
 
 def tree(pid: int) -> Iterator[int]:
@@ -235,8 +238,8 @@ def roles(pid: int) -> dict[str, list[int]]:
 
 
 def sample(pids: dict[str, list[int]], extra: int) -> Sample:
-    cpu = {name: sum(map(cpu_of, members)) for name, members in pids.items()}
-    return Sample(time.monotonic(), {**cpu, "client": cpu_of(extra)})
+    cpu = {name: cpu_of(members) for name, members in {**pids, "client": [extra]}.items()}
+    return Sample(time.monotonic(), cpu)
 
 
 def measure(args: argparse.Namespace, log: Path) -> None:
@@ -278,8 +281,12 @@ def report(args: argparse.Namespace, seen: dict, first: Sample, last: Sample) ->
         f"{1000 * seen['gap_most']:.1f} ms"
     )
     for name in last.cpu:
-        used = last.cpu[name] - first.cpu[name]
-        print(f"  {name:6} {1e6 * used / tokens:6.1f} us a token, {100 * used / seconds:5.1f} %")
+        user, system = (b - a for a, b in zip(first.cpu[name], last.cpu[name], strict=True))
+        used = user + system
+        print(
+            f"  {name:6} {1e6 * used / tokens:5.1f} us a token ({1e6 * user / tokens:.1f} in "
+            f"programs, {1e6 * system / tokens:.1f} in the kernel), {100 * used / seconds:.0f} %"
+        )
 
 
 def wait_for(log: Path, pattern: str, process: subprocess.Popen[bytes]) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from octavo.engine.client import EngineClient, Subscription
+from octavo.engine.client import EngineClient
 from octavo.errors import Draining, EngineDead, Overloaded
 from octavo.expand import Scheduling, expand, request_seeds
 from octavo.obs.metrics import Metrics
@@ -25,6 +26,8 @@ from octavo.text.assembler import Assembler, Delta
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import AddRequest, SequenceOutput
+
+logger = logging.getLogger("octavo.text_engine")
 
 HEARTBEAT_GRACE = 2.0  # seconds without a heartbeat that are still no sign of a stall
 
@@ -103,6 +106,127 @@ class _Choice:
     last_news: float = 0.0
 
 
+class DeltaListener(Protocol):
+    """Who hears the text of a request. Called in the event loop as soon as the engine has news."""
+
+    def news(self, delta: Delta) -> None:
+        """What is new of one choice; each ends with exactly one `finish_reason`."""
+        ...
+
+    def broken(self, error: Exception) -> None:
+        """Nothing more will come, though not all choices have ended."""
+        ...
+
+
+class Answer:
+    """A request in the engine: passes on the news of its choices until all have ended.
+
+    Everything happens within the call that brings the news of a step, for all requests in one
+    pass; there is no task and no queue for each of them.
+    """
+
+    __slots__ = ("_choices", "_client", "_engine", "_listener", "ids", "request_id")
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        client: EngineClient,
+        request_id: str,
+        *,
+        choices: dict[str, _Choice],
+        listener: DeltaListener,
+    ) -> None:
+        self._engine = engine
+        self._client = client
+        self.request_id = request_id
+        self.ids = tuple(choices)
+        self._choices = choices
+        self._listener = listener
+
+    @property
+    def ended(self) -> bool:
+        """True once no more news will come."""
+        return not self._choices
+
+    def push(self, output: SequenceOutput) -> None:
+        """The engine's news of one sequence."""
+        choice = self._choices.get(output.id)
+        if choice is None:
+            return  # a stop text ended it before this step landed
+        try:
+            delta = choice.assembler.push(output)
+            self._engine._observe(choice, output, delta)
+            if delta.finish_reason is not None:
+                self._finish(choice, output, delta.finish_reason)
+            self._listener.news(delta)
+        except Exception as error:  # of this request alone
+            logger.exception("event=news_failed")
+            self.close()
+            self._listener.broken(error)
+
+    def fail(self, error: Exception) -> None:
+        """The engine is lost, or shuts down."""
+        if self._choices:
+            self._leave_all("error")
+            self._listener.broken(error)
+
+    def close(self) -> None:
+        """Ends what is left; the listener hears nothing more. Does nothing a second time."""
+        if self._choices:
+            self._client.abort(tuple(self._choices))
+            self._leave_all("abort")
+
+    def _finish(self, choice: _Choice, output: SequenceOutput, reason: str) -> None:
+        del self._choices[output.id]
+        self._engine._leave(choice, reason)
+        if output.reason is None:
+            self._client.abort((output.id,))
+        if not self._choices:
+            self._engine._forget(self)
+
+    def _leave_all(self, reason: str) -> None:
+        choices = tuple(self._choices.values())
+        self._choices.clear()
+        for choice in choices:
+            self._engine._leave(choice, reason)
+        self._engine._forget(self)
+
+
+class _Inbox:
+    """A listener for those who would rather wait for news than be called."""
+
+    def __init__(self) -> None:
+        self._news: deque[Delta] = deque()
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._news) or self._error is not None
+
+    def news(self, delta: Delta) -> None:
+        self._news.append(delta)
+        self._wake()
+
+    def broken(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Delta]:
+        """All news since the last call, at least one; raises what broke the request."""
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        found = list(self._news)
+        self._news.clear()
+        return found
+
+
 class TextEngine:
     """One engine, spoken to in text."""
 
@@ -137,7 +261,7 @@ class TextEngine:
         self._draining = False
         self._idle = asyncio.Event()
         self._open = 0  # sequences between admission and their end
-        self._by_request: dict[str, list[Subscription]] = {}  # by the caller's id
+        self._by_request: dict[str, list[Answer]] = {}  # by the caller's id
         self._seeds = request_seeds(seed)
 
     @property
@@ -167,21 +291,22 @@ class TextEngine:
         """Sequences that have been admitted and have not ended."""
         return self._open
 
-    async def generate(
+    def open(
         self,
         prompt_ids: list[int],
         params: SamplingParams,
+        listener: DeltaListener,
         *,
         request_id: str,
         arrival: float,
         priority: int = 0,
         deadline: float = 0.0,
         cache_salt: str = "",
-    ) -> AsyncGenerator[Delta, None]:
-        """All choices, interleaved; each ends with exactly one `finish_reason`.
+    ) -> Answer:
+        """Starts a request; `listener` hears all choices, interleaved, until each has ended.
 
-        Closing the iterator aborts what is left. `admit` comes first where the queue is bounded.
-        Raises Draining whenever the server shuts down, EngineDead whenever the core is lost.
+        `admit` comes first where the queue is bounded. Raises Draining whenever the server shuts
+        down, EngineDead whenever the core is lost.
         """
         self._require_open()
         requests = expand(
@@ -199,42 +324,48 @@ class TextEngine:
             for index, request in enumerate(requests)
         }
         client = self._source.client
-        stream = client.submit(requests)
-        self._by_request.setdefault(request_id, []).append(stream)
+        answer = Answer(self, client, request_id, choices=choices, listener=listener)
+        client.submit(requests, answer)
+        self._by_request.setdefault(request_id, []).append(answer)
         self._enter(choices.values())
+        return answer
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        arrival: float,
+        priority: int = 0,
+        deadline: float = 0.0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """As `open`, for those who would rather iterate; closing the iterator aborts the rest."""
+        inbox = _Inbox()
+        answer = self.open(
+            prompt_ids,
+            params,
+            inbox,
+            request_id=request_id,
+            arrival=arrival,
+            priority=priority,
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
         try:
-            while choices:
-                for output in await stream.news():
-                    choice = choices.get(output.id)
-                    if choice is None:
-                        continue  # a stop string ended it before this step landed
-                    delta = choice.assembler.push(output)
-                    self._observe(choice, output, delta)
-                    if delta.finish_reason is not None:
-                        del choices[output.id]
-                        self._leave(choice, delta.finish_reason)
-                        if output.reason is None:
-                            client.abort([output.id])
+            while inbox or not answer.ended:
+                for delta in await inbox.take():
                     yield delta
-        except (EngineDead, Draining):
-            for choice in choices.values():
-                self._leave(choice, "error")
-            choices.clear()
-            raise
         finally:
-            client.abort(list(choices))
-            self._by_request[request_id].remove(stream)
-            if not self._by_request[request_id]:
-                del self._by_request[request_id]
-            for choice in choices.values():
-                self._leave(choice, "abort")
+            answer.close()
 
     def abort(self, request_id: str) -> None:
         """Ends all requests of a caller's id; their choices finish with `abort`."""
-        for stream in self._by_request.get(request_id, ()):
-            for sequence in stream.ids:
-                stream.push(SequenceOutput(sequence, [], reason="abort"))
-            self._source.client.abort(stream.ids)
+        for answer in tuple(self._by_request.get(request_id, ())):
+            self._source.client.abort(answer.ids)
+            for sequence in answer.ids:
+                answer.push(SequenceOutput(sequence, [], reason="abort"))
 
     async def control(self, op: str, **args: str) -> dict[str, str]:
         """An operation on the whole engine, such as `reset_prefix_cache`."""
@@ -306,6 +437,13 @@ class TextEngine:
         self._open += len(choices)
         self._queued_tokens += sum(choice.queued_tokens for choice in choices)
         self._idle.clear()
+
+    def _forget(self, answer: Answer) -> None:
+        """All choices of a request have ended."""
+        answers = self._by_request[answer.request_id]
+        answers.remove(answer)
+        if not answers:
+            del self._by_request[answer.request_id]
 
     def _leave_queue(self, choice: _Choice) -> None:
         self._queued_tokens -= choice.queued_tokens

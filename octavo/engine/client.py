@@ -1,4 +1,4 @@
-"""The API process's end of the ring: submit, abort, streams of token news, health.
+"""The API process's end of the ring: submit, abort, token news for listeners, health.
 
 Tokens only; text is made by `octavo/text_engine.py`. All methods belong to one event loop.
 """
@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -48,39 +48,16 @@ class Pulse:
     pending: int = 0
 
 
-class Subscription:
-    """News of the sequences of one request, in the order in which the core sent it."""
-
-    def __init__(self, ids: Sequence[str]) -> None:
-        self.ids = tuple(ids)
-        self._news: deque[SequenceOutput] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
+class Listener(Protocol):
+    """Who hears the news of some sequences. Called in the event loop, in order; never raises."""
 
     def push(self, output: SequenceOutput) -> None:
-        """Called by the client for each output."""
-        self._news.append(output)
-        self._wake()
+        """What is new of one sequence."""
+        ...
 
     def fail(self, error: Exception) -> None:
         """No more news will come."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def news(self) -> list[SequenceOutput]:
-        """All news since the last call, at least one; raises EngineDead when none can come."""
-        while not self._news:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        found = list(self._news)
-        self._news.clear()
-        return found
+        ...
 
 
 class EngineClient:
@@ -101,7 +78,7 @@ class EngineClient:
         self.ready = asyncio.Event()
         self._on_stats = on_stats
         self._on_broken = on_broken
-        self._streams: dict[str, Subscription] = {}
+        self._streams: dict[str, Listener] = {}
         self._replies: dict[int, asyncio.Future[dict[str, str]]] = {}
         self._numbers = itertools.count()
         context = zmq.asyncio.Context.instance()
@@ -119,16 +96,14 @@ class EngineClient:
         """Sequences that have been submitted and not ended."""
         return len(self._streams)
 
-    def submit(self, requests: Sequence[AddRequest]) -> Subscription:
+    def submit(self, requests: Sequence[AddRequest], listener: Listener) -> None:
         """Sends the sequences of one request; their ids must be unique."""
         if self.dead is not None:
             raise self.dead
         messages = [encode(request) for request in requests]  # all or none is sent
-        stream = Subscription([request.id for request in requests])
         for request, message in zip(requests, messages, strict=True):
-            self._streams[request.id] = stream
+            self._streams[request.id] = listener
             self._to_core.send(message)
-        return stream
 
     def abort(self, ids: Sequence[str]) -> None:
         """Ends sequences that are still open and forgets them; no further news comes."""
@@ -173,9 +148,10 @@ class EngineClient:
         self._end_streams(error)
 
     def _end_streams(self, error: ServerError) -> None:
-        for stream in set(self._streams.values()):
-            stream.fail(error)
+        streams = set(self._streams.values())
         self._streams.clear()
+        for stream in streams:
+            stream.fail(error)
 
     def close(self) -> None:
         """Frees the sockets; the client cannot be used afterwards."""
@@ -221,11 +197,12 @@ class EngineClient:
         self.stats = message.stats
         if self._on_stats is not None:
             self._on_stats(message.stats)
+        streams = self._streams
         for output in message.outputs:
             if output.reason is None:
-                stream = self._streams.get(output.id)
+                stream = streams.get(output.id)
             else:
-                stream = self._streams.pop(output.id, None)
+                stream = streams.pop(output.id, None)
             if stream is not None:
                 stream.push(output)
 

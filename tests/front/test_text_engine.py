@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import pytest
 
-from octavo.engine.client import Pulse, Subscription
+from octavo.engine.client import Listener, Pulse
 from octavo.errors import Draining, EngineDead, InvalidRequest, Overloaded
 from octavo.obs.metrics import Metrics
 from octavo.sampling_params import SamplingParams
@@ -30,14 +30,12 @@ class PlayedClient:
         self.stats = StepStats()
         self.info = WorkerInfo(64, 16, 256, 300, "cpu", "float32", 0, 0)
         self.requests: list[AddRequest] = []
-        self.streams: dict[str, Subscription] = {}
+        self.streams: dict[str, Listener] = {}
         self.aborted: list[str] = []
 
-    def submit(self, requests: Sequence[AddRequest]) -> Subscription:
-        stream = Subscription([request.id for request in requests])
+    def submit(self, requests: Sequence[AddRequest], listener: Listener) -> None:
         self.requests += requests
-        self.streams |= dict.fromkeys(stream.ids, stream)
-        return stream
+        self.streams |= dict.fromkeys((request.id for request in requests), listener)
 
     def abort(self, ids: Sequence[str]) -> None:
         self.aborted += ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -23,11 +24,14 @@ Labels = tuple[str, ...]
 class Counter:
     """A sum that never falls, one for each set of label values."""
 
-    def __init__(self, name: str, text: str, labels: Sequence[str], *, also: str = "") -> None:
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], *, also: str = "", bare: bool = False
+    ) -> None:
         self.name = name
         self.text = text
         self.labels = tuple(labels)
         self.also = also  # an older name under which the same values are exported
+        self.bare = bare  # exported without the ending _total
         self.values: dict[Labels, float] = {}
 
     def add(self, amount: float, labels: Labels) -> None:
@@ -38,7 +42,10 @@ class Counter:
         for name in filter(None, (self.name, self.also)):
             family = CounterMetricFamily(name, self.text, labels=self.labels)
             for labels, value in self.values.items():
-                family.add_metric(labels, value)
+                if self.bare:
+                    family.add_sample(name, dict(zip(self.labels, labels, strict=True)), value)
+                else:
+                    family.add_metric(labels, value)
             yield family
 
 
@@ -124,3 +131,15 @@ def _edge(bound: float) -> str:
 
 
 Instrument = Counter | Gauge | Histogram
+
+
+def exposition(registry: CollectorRegistry, instruments: Iterable[Instrument]) -> bytes:
+    """The text form of a registry's metrics, in which counters that are `bare` keep their names.
+
+    `prometheus_client` gives every counter the ending _total in the lines that describe it.
+    """
+    body = generate_latest(registry)
+    for one in instruments:
+        if isinstance(one, Counter) and one.bare:
+            body = body.replace(f" {one.name}_total ".encode(), f" {one.name} ".encode())
+    return body

@@ -1,6 +1,7 @@
 """Prometheus metrics of the API process, under the names that dashboards already ask for.
 
-The `vllm:` names, labels and buckets are those of vLLM 0.32; `octavo:` names are our own. One
+The `vllm:` names, labels and buckets are those of vLLM 0.32; `octavo:` names are our own, and
+`nv_inference_*` (see `triton.py`) those of Triton. One
 `Metrics` object is the only writer and holds its own registry, so tests and several engines in a
 process do not meet. Counting rules: `prompt_tokens` counts a sequence's prompt once, when its
 first token comes; `generation_tokens` counts tokens sampled; every sequence that ends, however it
@@ -20,20 +21,21 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
-    generate_latest,
 )
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from octavo.errors import ConfigError
 from octavo.obs.http import HttpMetrics
-from octavo.obs.instruments import Counter, Gauge, Histogram, Instrument, Labels
+from octavo.obs.instruments import Counter, Gauge, Histogram, Instrument, Labels, exposition
 from octavo.obs.stats import RequestTimes
+from octavo.obs.triton import TritonMetrics
 from octavo.types import StepStats
 
 ALIAS_SETS = frozenset({"legacy", "seed"})
 # "repetition" is not among ours; "timeout" is a deadline that passed.
 FINISH_REASONS = ("stop", "length", "abort", "timeout", "error")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 TTFT_SECONDS = (
@@ -109,6 +111,8 @@ class Metrics:
         self._make_sizes()
         self._http = HttpMetrics()
         self._instruments += self._http.instruments
+        self._triton = TritonMetrics(model_name)
+        self._instruments += self._triton.instruments
         self.registry.register(_Instruments(self._instruments))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -135,11 +139,13 @@ class Metrics:
         self._recoveries.add(stats.recoveries, labels)
         if tokens := stats.prompt_tokens + stats.sampled_tokens:
             self._step_tokens.observe(tokens, labels)
+        self._triton.step(stats)
 
     def first_token(self, seconds: float, *, prompt_tokens: int, cached_tokens: int) -> None:
         """A sequence's first token came, `seconds` after the request's arrival."""
         labels = self._labels
         self._first_token.observe(seconds, labels)
+        self._triton.first_token(seconds)
         self._prompt_tokens.add(prompt_tokens, labels)
         self._prompt_cached.add(cached_tokens, labels)
         self._by_source.add(prompt_tokens - cached_tokens, (*labels, "local_compute"))
@@ -155,6 +161,7 @@ class Metrics:
         """A sequence ended, for whatever reason."""
         labels = self._labels
         self._success.add(1, (*labels, times.reason))
+        self._triton.finished(times)
         self._end_to_end.observe(times.end_to_end, labels)
         for histogram, seconds in (
             (self._queue, times.queue),
@@ -183,6 +190,7 @@ class Metrics:
         self._set_usage(0.0)
         self._queued_tokens.set(0, self._labels)
         self._cached_blocks.set(0, self._labels)
+        self._triton.core_died()
 
     def set_cache_config(self, cache_config: dict[str, str]) -> None:
         """Facts about the cache, known once the model is loaded."""
@@ -195,6 +203,12 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """A request was refused at admission; `reason` names the limit."""
         self._rejections.add(1, (self._model_name, reason))
+        self._triton.rejected()
+
+    @property
+    def triton(self) -> TritonMetrics:
+        """The same counts under Triton's names."""
+        return self._triton
 
     @property
     def http(self) -> HttpMetrics:
@@ -203,7 +217,7 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """The text exposition and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        return exposition(self.registry, self._instruments), CONTENT_TYPE_LATEST
 
     # Building
 
@@ -265,6 +279,10 @@ class Metrics:
         self._cache_info = Gauge("vllm:cache_config_info", "Facts about the KV cache.", ())
         self._instruments.append(self._cache_info)
         self.set_cache_config(cache_config)
+        awake = "1 for the state that the engine is in; it never sleeps."
+        sleep = self._gauge("vllm:engine_sleep_state", awake, "sleep_state")
+        for state in SLEEP_STATES:
+            sleep.set(float(state == "awake"), (*self._labels, state))
         self._set_load(0, 0)
 
     def _make_counters(self) -> None:

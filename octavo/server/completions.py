@@ -39,15 +39,21 @@ async def completions(request: Request) -> Response:
     serving = serving_of(request)
     body, ignored = await read_request(request, serving, CompletionRequest, COMPLETION_REFUSED)
     call = begin(request, serving, body, ignored, "cmpl")
-    params = completion_params(serving, body)
-    prompts = await completion_prompts(serving, body)
-    params.max_tokens = _max_tokens(serving, body, prompts)
-    job = call.job(prompts, params, silent=body.max_tokens == 0)
+    job = await completion_job(call, body)
     if body.stream:
         return await stream(request, call, job, CompletionChunks(call, body, job))
     choices, usage = await whole(request, call, job)
     answer = completion_body(call, body, job, choices=choices, usage=usage)
     return finish(json_response(answer), call)
+
+
+async def completion_job(call: Call, body: CompletionRequest) -> Job:
+    """Prompts and settings of a completion, checked. Raises InvalidRequest."""
+    serving = call.serving
+    params = completion_params(serving, body)
+    prompts = await completion_prompts(serving, body)
+    params.max_tokens = _max_tokens(serving, body, prompts)
+    return call.job(prompts, params, silent=body.max_tokens == 0)
 
 
 def completion_params(serving: Serving, body: CompletionRequest) -> SamplingParams:

@@ -19,9 +19,15 @@ from octavo.server.context import Serving, request_id_of
 from octavo.server.errors import ClientGone, error_response
 
 # Probes of orchestrators carry no key. Everything else is closed when a key is set.
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/progress", "/ping"})
+OPEN_PATHS = frozenset(
+    {
+        *("/health", "/health/live", "/health/ready", "/health/progress", "/ping"),
+        *("/v2/health/live", "/v2/health/ready"),
+    }
+)
 # Counted by /load while they last.
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
 # Asked for all the time and telling nothing: left out of the HTTP metrics.
 UNCOUNTED = OPEN_PATHS | {"/metrics", "/load", "/version", "/server_info"}
 
@@ -32,6 +38,11 @@ def route_path(scope: Scope) -> str:
     """The path without the prefix that a proxy in front has removed."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _generates(path: str) -> bool:
+    first, last = GENERATING_BELOW
+    return path in GENERATING or (path.startswith(first) and path.endswith(last))
 
 
 class Edge:
@@ -47,7 +58,7 @@ class Edge:
             return
         exchange = Exchange(send)
         started = time.monotonic()
-        generates = route_path(scope) in GENERATING
+        generates = _generates(route_path(scope))
         self._serving.in_flight += generates
         try:
             limit = self._serving.settings.max_request_id_chars

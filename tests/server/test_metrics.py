@@ -85,6 +85,38 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return one
 
 
+def test_names_of_triton() -> None:
+    lines = make().render()[0].decode().splitlines()
+    counters = ["request_success", "count", "exec_count", "request_duration_us"]
+    counters += ["queue_duration_us", "compute_input_duration_us", "compute_infer_duration_us"]
+    for name in (*counters, "compute_output_duration_us"):
+        assert f"# TYPE nv_inference_{name} counter" in lines
+        assert f'nv_inference_{name}{{model="owl",version="1"}} 0.0' in lines
+    assert "# TYPE nv_inference_request_failure counter" in lines
+    for reason in ("REJECTED", "CANCELED", "BACKEND", "OTHER"):
+        labels = f'model="owl",reason="{reason}",version="1"'
+        assert f"nv_inference_request_failure{{{labels}}} 0.0" in lines
+    assert "# TYPE nv_inference_pending_request_count gauge" in lines
+    assert "# TYPE nv_inference_first_response_histogram_ms histogram" in lines
+
+
+def test_the_parts_of_an_inference_add_up() -> None:
+    metrics = make()
+    times = RequestTimes(10.0, 14.0, "stop", scheduled=10.5, first_token=11.5, last_token=13.75)
+    metrics.finished(times)
+    stats = metrics.triton.statistics()["inference_stats"]
+    assert isinstance(stats, dict)
+    seconds = {part: entry["ns"] / 1e9 for part, entry in stats.items()}
+    assert seconds == {
+        "success": 4.0,
+        "queue": 0.5,
+        "compute_input": 1.0,
+        "compute_infer": 2.25,
+        "compute_output": 0.25,
+        "fail": 0.0,
+    }
+
+
 def test_names_labels_and_buckets() -> None:
     body = make().render()[0].decode()
     families = {family.name: family for family in text_string_to_metric_families(body)}
@@ -177,7 +209,9 @@ def test_counts_are_exact_over_a_random_life() -> None:
         metrics.rejected("max_num_queued_reqs")
         now = read(metrics)
         for (name, labels), number in previous.items():
-            if name.endswith(("_total", "_count", "_bucket")) and not name.startswith("python_"):
+            if name.startswith("python_") or name == "nv_inference_pending_request_count":
+                continue
+            if name.endswith(("_total", "_count", "_bucket", "_us", "_success", "_failure")):
                 assert now[name, labels] >= number, name
         previous = now
     samples = read(metrics)
@@ -185,6 +219,13 @@ def test_counts_are_exact_over_a_random_life() -> None:
         assert value(samples, "vllm:request_success_total", finished_reason=reason) == number
     total = sum(ended.values())
     assert total == first + before
+    # The parser adds _total to the names of counters; `test_names_of_triton` reads the text.
+    good = ended["stop"] + ended["length"]
+    assert value(samples, "nv_inference_request_success_total") == good
+    assert value(samples, "nv_inference_exec_count_total") == steps
+    for reason, ours in (("CANCELED", "abort"), ("BACKEND", "error")):
+        found = value(samples, "nv_inference_request_failure_total", reason=reason)
+        assert found == ended[ours]
     everywhere = ("e2e_request_latency_seconds", "request_prompt_tokens", "request_params_n")
     for name in (*everywhere, "request_params_max_tokens"):
         assert value(samples, f"vllm:{name}_count") == total

@@ -5,7 +5,7 @@ Not for: anything that runs.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from octavo.obs.metrics import Metrics
@@ -41,6 +41,26 @@ class Health(Protocol):
     def stalled_for(self) -> float: ...  # seconds
 
 
+class Listener(Protocol):
+    """Who hears the news of one request. Called in the event loop."""
+
+    def news(self, delta: Delta) -> None:
+        """What is new of one choice; each ends with exactly one `finish_reason`."""
+        ...
+
+    def broken(self, error: Exception) -> None:
+        """Nothing more will come, though not all choices have ended."""
+        ...
+
+
+class Answer(Protocol):
+    """A request in the engine."""
+
+    def close(self) -> None:
+        """Aborts what still runs; nothing more is heard."""
+        ...
+
+
 class Engine(Protocol):
     """Requests in, text deltas out."""
 
@@ -65,18 +85,19 @@ class Engine(Protocol):
         """Asks for room for all sequences of a request; raises Overloaded."""
         ...
 
-    def generate(
+    def open(
         self,
         prompt_ids: list[int],
         params: SamplingParams,
+        listener: Listener,
         *,
         request_id: str,
         arrival: float,
         priority: int = 0,
         deadline: float = 0.0,
         cache_salt: str = "",
-    ) -> AsyncIterator[Delta]:
-        """All choices, interleaved; each ends with exactly one `finish_reason`."""
+    ) -> Answer:
+        """Starts a request; `listener` hears all choices, interleaved."""
         ...
 
     async def control(self, op: str, **args: str) -> dict[str, str]:

@@ -1,29 +1,26 @@
-"""A request on its way through the engine: its settings, its deltas, and their fold.
+"""A request on its way through the engine: its settings, its news, and their fold.
 
-`deltas` is the one source of both forms of answer: a stream writes them out as they come, a plain
-answer is their fold. An ending that is no answer (deadline, failure, shutdown) becomes an
+`Following` is the one source of both forms of answer: a stream writes news out as they come, a
+plain answer is their fold. An ending that is no answer (deadline, failure, shutdown) becomes an
 exception here, so that it can never look like a short answer. Not for: JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from octavo.errors import DeadlineExceeded, Draining, InvalidRequest, RequestFailed
 from octavo.prompts import check_length
 from octavo.sampling_params import SamplingParams
-from octavo.server.engine import Engine
+from octavo.server.engine import Answer, Engine
 from octavo.server.prompts import Prompt
 from octavo.server.schema import Generation
 from octavo.server.settings import ServerSettings
 from octavo.text.assembler import Delta, TokenLogprob
-
-QUEUE_SIZE = 64  # deltas of several prompts that wait to be written
 
 # Fields of a request that go into SamplingParams under their own name.
 _PASSED = (
@@ -178,91 +175,93 @@ def check_lengths(prompts: list[Prompt], longest: int, max_tokens: int | None, n
             ) from None
 
 
-async def deltas(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(choice index, delta) of all choices; closing it aborts what still runs.
+class Receiver(Protocol):
+    """Who hears what a job gives. Called in the event loop, in order."""
 
-    Raises what the engine raises, and DeadlineExceeded, RequestFailed or Draining for a choice
-    that ended without an answer.
-    """
-    engine.admit(job.num_choices, sum(len(prompt.ids) for prompt in job.prompts))
-    streams = [_submit(engine, job, number) for number in range(len(job.prompts))]
-    if len(streams) == 1:
-        source = _only(streams[0])
-    else:
-        source = _merged(streams, job.params.n)
-    async with aclosing(source):
-        async for index, delta in source:
-            if delta.finish_reason in ("timeout", "error", "abort"):
-                raise _failure(delta)
-            if job.silent:
-                _silence(delta)
-            yield index, delta
+    def news(self, index: int, delta: Delta) -> None:
+        """What is new of choice `index`, counted over all prompts."""
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """Nothing more comes, because all choices have ended or because of `error`."""
+        ...
 
 
-def _submit(engine: Engine, job: Job, number: int) -> AsyncIterator[Delta]:
-    return engine.generate(
+class Following:
+    """A job in the engine; passes its news on until it ends, once, or is closed."""
+
+    def __init__(self, engine: Engine, job: Job, receiver: Receiver) -> None:
+        """Submits all prompts. Raises what the engine raises, Overloaded for a full queue."""
+        self._silent = job.silent
+        self._receiver = receiver
+        self._left = job.num_choices
+        self._open = True
+        self._answers: list[Answer] = []
+        engine.admit(job.num_choices, sum(len(prompt.ids) for prompt in job.prompts))
+        try:
+            for number in range(len(job.prompts)):
+                part = _Part(self, number * job.params.n)
+                self._answers.append(_submit(engine, job, number, part))
+        except BaseException:
+            self.close()
+            raise
+
+    def news(self, index: int, delta: Delta) -> None:
+        """A delta of one of the prompts."""
+        if not self._open:
+            return
+        ended = delta.finish_reason is not None
+        if ended and delta.finish_reason in ("timeout", "error", "abort"):
+            self.end(_failure(delta))
+            return
+        if self._silent:
+            _silence(delta)
+        self._receiver.news(index, delta)
+        if ended:
+            self._left -= 1
+            if not self._left:
+                self.end(None)
+
+    def end(self, error: Exception | None) -> None:
+        """Ends all prompts; what still runs is aborted."""
+        if self._open:
+            self.close()
+            self._receiver.end(error)
+
+    def close(self) -> None:
+        """As `end`, without a word to the receiver."""
+        self._open = False
+        for answer in self._answers:
+            answer.close()
+
+
+class _Part:
+    """Hears the choices of one prompt."""
+
+    __slots__ = ("_first", "_following")
+
+    def __init__(self, following: Following, first: int) -> None:
+        self._following = following
+        self._first = first
+
+    def news(self, delta: Delta) -> None:
+        self._following.news(self._first + delta.index, delta)
+
+    def broken(self, error: Exception) -> None:
+        self._following.end(error)
+
+
+def _submit(engine: Engine, job: Job, number: int, listener: _Part) -> Answer:
+    return engine.open(
         job.prompts[number].ids,
         job.params,
+        listener,
         request_id=job.id if number == 0 else f"{job.id}-{number}",
         arrival=job.arrival,
         priority=job.priority,
         deadline=job.deadline,
         cache_salt=job.cache_salt,
     )
-
-
-async def _only(stream: AsyncIterator[Delta]) -> AsyncGenerator[tuple[int, Delta], None]:
-    try:
-        async for delta in stream:
-            yield delta.index, delta
-    finally:
-        await _close(stream)
-
-
-async def _close(stream: AsyncIterator[Delta]) -> None:
-    """Ends a stream, which aborts what it still generates."""
-    if isinstance(stream, AsyncGenerator):
-        await stream.aclose()
-
-
-async def _merged(
-    streams: list[AsyncIterator[Delta]], choices: int
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of several prompts in the order in which they come."""
-    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(QUEUE_SIZE)
-
-    async def pump(first: int, stream: AsyncIterator[Delta]) -> None:
-        try:
-            async for delta in stream:
-                await queue.put((first + delta.index, delta))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-        finally:
-            await _close(stream)
-
-    tasks = [
-        asyncio.ensure_future(pump(number * choices, stream))
-        for number, stream in enumerate(streams)
-    ]
-    try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        await _end(tasks)
-
-
-async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _silence(delta: Delta) -> None:
@@ -279,14 +278,39 @@ def _failure(delta: Delta) -> Exception:
     return RequestFailed(f"The engine could not finish this request: {delta.error or 'unknown'}.")
 
 
-async def fold(
-    source: AsyncGenerator[tuple[int, Delta], None], job: Job
-) -> tuple[list[Choice], Usage]:
-    """The whole answer."""
-    choices = [Choice() for _ in range(job.num_choices)]
-    counter = Counter(job)
-    async with aclosing(source):
-        async for index, delta in source:
-            choices[index].add(delta)
-            counter.count(index, delta)
-    return choices, counter.usage
+class Fold:
+    """The whole answer of a job, put together while it comes."""
+
+    def __init__(self, job: Job) -> None:
+        self._choices = [Choice() for _ in range(job.num_choices)]
+        self._counter = Counter(job)
+        self._done = asyncio.get_running_loop().create_future()
+
+    def news(self, index: int, delta: Delta) -> None:
+        """Takes one delta."""
+        self._choices[index].add(delta)
+        self._counter.count(index, delta)
+
+    def end(self, error: Exception | None) -> None:
+        """No more comes."""
+        if self._done.done():
+            return
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
+
+    async def result(self) -> tuple[list[Choice], Usage]:
+        """Waits for the end; raises what there was instead of an answer."""
+        await self._done
+        return self._choices, self._counter.usage
+
+
+async def fold(engine: Engine, job: Job) -> tuple[list[Choice], Usage]:
+    """The whole answer; what runs is aborted if the caller stops waiting."""
+    whole = Fold(job)
+    following = Following(engine, job, whole)
+    try:
+        return await whole.result()
+    finally:
+        following.close()

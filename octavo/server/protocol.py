@@ -13,12 +13,16 @@ from typing import Any
 
 import msgspec
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from octavo.server.errors import error_body
 from octavo.server.settings import HttpLimits
-from octavo.server.stream import ABORT_KEY
+from octavo.server.stream import ABORT_KEY, WRITE_KEY
 
 _TEXTS = {
     400: "The request is not HTTP/1.1.",
@@ -30,6 +34,25 @@ _TEXTS = {
 
 class _Refused(Exception):
     """Stops the parser."""
+
+
+class Pieces:
+    """Writes pieces of one answer's body without a task, as long as the socket takes them."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+
+    def write(self, data: bytes) -> bool:
+        """True if the piece is on its way; False where one has to wait, or nobody listens."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or not cycle.response_started:
+            return False
+        if cycle.chunked_encoding:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._transport.write(data)
+        return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -95,6 +118,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._wait(self._limits.idle_timeout)
         super().on_headers_complete()
+        cycle = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            self.scope["state"][WRITE_KEY] = Pieces(cycle).write
 
     def on_message_complete(self) -> None:
         self._stop_waiting()

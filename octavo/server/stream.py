@@ -1,6 +1,6 @@
-"""Deltas to server-sent events, and the watch over whoever receives them.
+"""News to server-sent events, and the watch over whoever receives them.
 
-Framing: for each choice an opening (chat: the role), its content, and its finish reason with the
+The order: for each choice an opening (chat: the role), its content, and its finish reason with the
 last content; then the usage if asked for; then `data: [DONE]`. An error before the first delta is
 an ordinary error answer; after it, it is an error event and then `[DONE]`. A client that goes away
 or takes no byte for the written limit ends the request in the engine. Not for: the JSON of
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -24,17 +24,19 @@ from octavo.errors import DeadlineExceeded, OctavoError
 from octavo.log import Log
 from octavo.server.answer import Call, finish
 from octavo.server.errors import ClientGone, describe
-from octavo.server.generation import Choice, Job, Usage, deltas, fold
+from octavo.server.generation import Choice, Following, Job, Usage, fold
 from octavo.text.assembler import Delta
 
 T = TypeVar("T")
-Source = AsyncGenerator[tuple[int, Delta], None]
 
 DONE = b"data: [DONE]\n\n"
 DEADLINE_GRACE = 1.0  # seconds after a deadline in which the engine should have ended the request
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-ABORT_KEY = "octavo.abort_connection"  # in scope["state"]: drops a connection with its buffers
+# In scope["state"]: drops a connection with its buffers; writes a piece of the body at once, and
+# says False where it cannot.
+ABORT_KEY = "octavo.abort_connection"
+WRITE_KEY = "octavo.write_piece"
 
 log = Log(__name__)
 
@@ -57,13 +59,12 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T], deadline: float) -> T:
-    """The result of `work`, which is cancelled if the client goes away (ClientGone).
+async def until_gone(request: Request, task: asyncio.Future[T], deadline: float) -> T:
+    """The result of `task`, which is cancelled if the client goes away (ClientGone).
 
     The engine itself ends what is past its deadline; DeadlineExceeded is raised here only if it
     has not done so, because it does not move at all.
     """
-    task = asyncio.ensure_future(work)
     if not await _settled(request, task, _patience(deadline)):
         await _cancel(task)
         raise DeadlineExceeded("The request's deadline passed and the engine does not answer.")
@@ -99,69 +100,12 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def stream(request: Request, call: Call, job: Job, chunks: Chunks) -> Response:
-    """The answer as events."""
-    source = deltas(call.serving.engine, job)
-    return finish(await open_stream(request, source, chunks, call), call)
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What differs between the protocols that stream events."""
 
-
-async def whole(request: Request, call: Call, job: Job) -> tuple[list[Choice], Usage]:
-    """The answer in one piece."""
-    source = deltas(call.serving.engine, job)
-    return await until_gone(request, fold(source, job), call.deadline)
-
-
-async def open_stream(request: Request, source: Source, chunks: Chunks, call: Call) -> Response:
-    """The stream, once its first delta is there; what goes wrong before that is raised.
-
-    With keep-alive comments on, the stream begins without a delta after their interval.
-    """
-    settings = call.serving.settings
-    keep_alive = settings.keep_alive_interval
-    first = asyncio.ensure_future(anext(source))
-    try:
-        if keep_alive:
-            if await _settled(request, first, keep_alive):
-                first.result()
-        else:
-            await until_gone(request, _result(first), call.deadline)
-    except BaseException:
-        await source.aclose()
-        raise
-    return EventStream(events(first, source, chunks, keep_alive), settings.slow_reader_limit)
-
-
-async def _result(future: asyncio.Future[T]) -> T:
-    return await future
-
-
-async def events(
-    first: asyncio.Future[tuple[int, Delta]], source: Source, chunks: Chunks, keep_alive: float
-) -> AsyncGenerator[bytes, None]:
-    """All events of an answer, the closing one included, whatever happens."""
-    upcoming: Awaitable[tuple[int, Delta]] = first
-    async with aclosing(source):
-        try:
-            while True:
-                if keep_alive:
-                    task = asyncio.ensure_future(upcoming)
-                    try:
-                        while not (await asyncio.wait({task}, timeout=keep_alive))[0]:
-                            yield KEEP_ALIVE
-                    finally:
-                        if not task.done():
-                            await _cancel(task)
-                    upcoming = task
-                index, delta = await upcoming
-                if data := chunks.write(index, delta):
-                    yield data
-                upcoming = anext(source)
-        except StopAsyncIteration:
-            if data := chunks.usage():
-                yield data
-        except Exception as error:
-            yield error_event(error)
-    yield DONE
+    done: bytes  # the closing event
+    error: Callable[[Exception], bytes]  # an error as an event
 
 
 def error_event(error: Exception) -> bytes:
@@ -171,21 +115,145 @@ def error_event(error: Exception) -> bytes:
     return b"data: " + msgspec.json.encode(describe(error)) + b"\n\n"
 
 
+OPENAI = Framing(DONE, error_event)
+
+
+async def stream(
+    request: Request, call: Call, job: Job, chunks: Chunks, framing: Framing = OPENAI
+) -> Response:
+    """The answer as events, once its first news is there; what goes wrong before that is raised.
+
+    With keep-alive comments on, the stream begins without news after their interval.
+    """
+    settings = call.serving.settings
+    feed = Feed(chunks, framing)
+    following = Following(call.serving.engine, job, feed)
+    try:
+        if settings.keep_alive_interval:
+            await _settled(request, feed.begun, settings.keep_alive_interval)
+        else:
+            await until_gone(request, feed.begun, call.deadline)
+        feed.begin()
+    except BaseException:
+        following.close()
+        raise
+    response = EventStream(
+        feed,
+        following,
+        slow_limit=settings.slow_reader_limit,
+        keep_alive=settings.keep_alive_interval,
+    )
+    return finish(response, call)
+
+
+async def whole(request: Request, call: Call, job: Job) -> tuple[list[Choice], Usage]:
+    """The answer in one piece."""
+    work = asyncio.ensure_future(fold(call.serving.engine, job))
+    return await until_gone(request, work, call.deadline)
+
+
+class Feed:
+    """The bytes of a stream, between the engine's news and the socket.
+
+    As long as the socket takes all, news is written within the call that brings it. What the
+    socket does not take collects here, and goes out in one piece when it can.
+    """
+
+    def __init__(self, chunks: Chunks, framing: Framing) -> None:
+        self._chunks = chunks
+        self._framing = framing
+        self._pending: list[bytes] = []
+        self._write: Callable[[bytes], bool] | None = None  # while nobody else is writing
+        self._news = asyncio.Event()  # something is pending, or the end has come
+        self._has_begun = False
+        self._error: Exception | None = None  # instead of a stream
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = False
+
+    def news(self, index: int, delta: Delta) -> None:
+        """What is new of one choice."""
+        data = self._chunks.write(index, delta)
+        if data:
+            self._put(data)
+        if not self._has_begun:
+            self._open()
+
+    def end(self, error: Exception | None) -> None:
+        """The last events; an error before anything else is kept for `begin`."""
+        self.ended = True
+        self._news.set()
+        if error is not None and not self._has_begun:
+            self._error = error
+            self._open()
+            return
+        try:
+            last = self._chunks.usage() if error is None else self._framing.error(error)
+        except Exception as problem:
+            last = self._framing.error(problem)
+        self._put(last + self._framing.done)
+
+    def _open(self) -> None:
+        self._has_begun = True
+        if not self.begun.done():
+            self.begun.set_result(None)
+
+    def begin(self) -> None:
+        """From now on errors are events. Raises the one that came before."""
+        if self._error is not None:
+            raise self._error
+        self._has_begun = True
+
+    def take(self) -> bytes:
+        """All that is pending; the caller writes from now on."""
+        self._write = None
+        self._news.clear()
+        data = b"".join(self._pending)
+        self._pending.clear()
+        return data
+
+    async def wait(self, write: Callable[[bytes], bool] | None, patience: float) -> bool:
+        """Waits for something to take, while news goes through `write`; False after `patience`."""
+        if self._pending or self.ended:
+            return True
+        self._write = write
+        if not patience:
+            await self._news.wait()
+            return True
+        try:
+            async with asyncio.timeout(patience):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _put(self, data: bytes) -> None:
+        if self._write is not None and self._write(data):
+            return
+        self._write = None
+        self._pending.append(data)
+        self._news.set()
+
+
 class EventStream(Response):
-    """Sends events one by one; ends early if the client is gone or does not read."""
+    """Sends the events of a feed; ends early if the client is gone or does not read."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncGenerator[bytes, None], slow_limit: float) -> None:
+    def __init__(
+        self, feed: Feed, following: Following, *, slow_limit: float, keep_alive: float
+    ) -> None:
         super().__init__(None, headers=HEADERS)
         del self.headers["content-length"]
-        self._source = source
+        self._feed = feed
+        self._following = following
         self._slow_limit = slow_limit
+        self._keep_alive = keep_alive
         self._sending = 0.0  # since when a send has been waiting; 0 if none is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.get("state", {})
         tasks = [
-            asyncio.ensure_future(self._send_all(send)),
+            asyncio.ensure_future(self._send_all(send, state.get(WRITE_KEY))),
             asyncio.ensure_future(gone(receive)),
             asyncio.ensure_future(self._stuck()),
         ]
@@ -195,22 +263,28 @@ class EventStream(Response):
                 tasks[0].result()
             elif tasks[2] in done:
                 log.warning("slow_reader_cut", seconds=self._slow_limit)
-                drop = scope.get("state", {}).get(ABORT_KEY)
+                drop = state.get(ABORT_KEY)
                 if drop is not None:
                     drop()
         finally:
+            self._following.close()
             for task in tasks:
                 await _cancel(task)
-            await self._source.aclose()
 
-    async def _send_all(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
+    async def _send_all(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
+        loop, feed = asyncio.get_running_loop(), self._feed
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._source) as source:
-            async for data in source:
-                self._sending = loop.time()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-                self._sending = 0.0
+        while True:
+            data = feed.take()
+            if not data:
+                if feed.ended:
+                    break
+                if await feed.wait(write, self._keep_alive):
+                    continue
+                data = KEEP_ALIVE
+            self._sending = loop.time()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._sending = 0.0
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stuck(self) -> None:

@@ -10,9 +10,6 @@ Next file: `tensors.py`.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +24,11 @@ from octavo.server.completions import completion_job, prompt_text
 from octavo.server.context import Serving, serving_of
 from octavo.server.decode import check_names, parse_object, shorten, to_record
 from octavo.server.errors import json_response, named_as_sent
-from octavo.server.generation import Choice, Job, Usage, deltas
+from octavo.server.generation import Choice, Job, Usage
 from octavo.server.kserve import VERSION, described, in_triton_words, served_model
 from octavo.server.refusals import COMPLETION_REFUSED, Refusals, refuse_unsupported
 from octavo.server.schema import CompletionRequest
-from octavo.server.stream import EventStream, until_gone, whole
+from octavo.server.stream import Framing, stream, whole
 from octavo.server.tensors import (
     HEAD_LENGTH,
     InferHead,
@@ -118,15 +115,7 @@ async def generate_stream(request: Request) -> Response:
         raise InvalidRequest(
             "exclude_input_in_output = false does not go with a stream.", "exclude_input_in_output"
         )
-    source = deltas(call.serving.engine, job)
-    first = asyncio.ensure_future(anext(source))
-    try:
-        await until_gone(request, _result(first), call.deadline)
-    except BaseException:
-        await source.aclose()
-        raise
-    slow_limit = call.serving.settings.slow_reader_limit
-    return finish(EventStream(_events(first, source, call, job, ask), slow_limit), call)
+    return await stream(request, call, job, TritonChunks(call, job, ask), FRAMING)
 
 
 @in_triton_words
@@ -324,32 +313,25 @@ def _as_bytes(wanted: WantedOutput, default: bool) -> bool:
     return bool(wanted.parameters.get("binary_data", default))
 
 
-async def _result(future: asyncio.Future[tuple[int, Delta]]) -> tuple[int, Delta]:
-    return await future
+class TritonChunks:
+    """Events of a streamed answer: one object for each piece of text."""
 
+    def __init__(self, call: Call, job: Job, ask: Ask) -> None:
+        self._head = _object_head(call, ask)
+        self._job = job
+        self._wishes = ask.wishes
+        self._made = 0
 
-async def _events(
-    first: asyncio.Future[tuple[int, Delta]],
-    source: AsyncGenerator[tuple[int, Delta], None],
-    call: Call,
-    job: Job,
-    ask: Ask,
-) -> AsyncGenerator[bytes, None]:
-    """All events of an answer; an error is the last one."""
-    head = _object_head(call, ask)
-    made = 0
-    async with aclosing(source):
-        try:
-            _, delta = await first
-            while True:
-                made += len(delta.token_ids)
-                if delta.text or delta.finish_reason:
-                    yield _event(_stream_answer(head, job, ask.wishes, delta, made))
-                _, delta = await anext(source)
-        except StopAsyncIteration:
-            return
-        except Exception as error:
-            yield _event(described(error))
+    def write(self, index: int, delta: Delta) -> bytes:
+        """The event of a delta, if it has text or is the last."""
+        self._made += len(delta.token_ids)
+        if not (delta.text or delta.finish_reason):
+            return b""
+        return _event(_stream_answer(self._head, self._job, self._wishes, delta, self._made))
+
+    def usage(self) -> bytes:
+        """Nothing: the last answer has the counts."""
+        return b""
 
 
 def _stream_answer(
@@ -369,3 +351,10 @@ def _stream_answer(
 
 def _event(content: dict[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _error_event(error: Exception) -> bytes:
+    return _event(described(error))
+
+
+FRAMING = Framing(done=b"", error=_error_event)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from octavo.errors import EngineDead, OctavoError, Overloaded
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
 from octavo.sampling_params import SamplingParams
+from octavo.server.engine import Listener
 from octavo.text.assembler import Assembler, Delta
 from octavo.text.chat import ChatTemplate
 from octavo.types import SequenceOutput, StepStats, TokenLogprobs
@@ -100,6 +102,12 @@ class FakeEngine:
         if isinstance(self.faults.refuse, Overloaded):
             raise self.faults.refuse
 
+    def open(
+        self, prompt_ids: list[int], params: SamplingParams, listener: Listener, **options: Any
+    ) -> FakeAnswer:
+        """As the interface says; the news are those of `generate`."""
+        return FakeAnswer(self.generate(prompt_ids, params, **options), listener)
+
     async def generate(
         self,
         prompt_ids: list[int],
@@ -146,6 +154,27 @@ class FakeEngine:
         self._move(-1)
         times = RequestTimes(arrival, arrival + 1, reason, generation_tokens=choice.made)
         self.metrics.finished(times)
+
+
+class FakeAnswer:
+    """Pumps the deltas of a request to its listener, as the real engine would call it."""
+
+    def __init__(self, deltas: AsyncIterator[Delta], listener: Listener) -> None:
+        self._task = asyncio.ensure_future(self._pump(deltas, listener))
+
+    async def _pump(self, deltas: AsyncIterator[Delta], listener: Listener) -> None:
+        try:
+            async for delta in deltas:
+                listener.news(delta)
+        except Exception as error:
+            listener.broken(error)
+        finally:
+            if isinstance(deltas, AsyncGenerator):
+                await deltas.aclose()
+
+    def close(self) -> None:
+        if self._task is not asyncio.current_task():
+            self._task.cancel()
 
 
 class _Choice:

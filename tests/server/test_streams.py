@@ -236,7 +236,7 @@ async def test_a_server_that_is_cancelled_ends_its_requests() -> None:
 
 
 async def test_a_client_that_does_not_read_is_cut_and_nobody_waits_for_it() -> None:
-    engine = FakeEngine(step_seconds=0.001)
+    engine = FakeEngine(step_seconds=0.01)
     app = create_app(engine, ServerSettings(slow_reader_limit=0.2))
     dropped = []
     slow = start(app, {"stream": True}, state={ABORT_KEY: lambda: dropped.append(True)})

@@ -48,6 +48,9 @@ KINDS: dict[str, list[tuple[str, str]]] = {
     "Content-Encoding": [("Content-Encoding", v) for v in ("gzip", "br", "identity", "")],
     "Accept": [("Accept", v) for v in ("text/html", "*/*;q=0", "")],
     "Expect": [("Expect", "100-continue"), ("Expect", "x")],
+    "Inference-Header-Content-Length": [
+        ("Inference-Header-Content-Length", v) for v in ("0", "5", "-1", "9" * 20, "x", "80")
+    ],
     "X-Odd": [("X-Odd", "x" * 5000), ("X-Odd", "\xff\xfe"), ("Cookie", "a=b; " * 200)],
 }  # fmt: skip
 
@@ -67,22 +70,49 @@ class Sent:
         return f"{head}\n{self.body[:1500]!r}"
 
 
+# Beside the two main routes: how a path ends, and bodies that it takes.
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "/detokenize": [{"tokens": [300, 301, 302]}],
+    "/tokenize": [
+        {"prompt": "The owls 🦉", "add_special_tokens": False},
+        {"messages": [{"role": "user", "content": "Hi"}], "return_token_strs": True},
+    ],
+    "/generate": [{"text_input": "The owls", "parameters": {"max_tokens": 3, "temperature": 0}}],
+    "/generate_stream": [{"text_input": "The owls", "max_tokens": 3, "stop": ["zz"]}],
+    "/infer": [
+        {
+            "id": "a",
+            "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["Owls"]}],
+            "parameters": {"max_tokens": 3},
+            "outputs": [{"name": "text_output"}],
+        }
+    ],
+    "/responses": [{"input": "Hi", "max_output_tokens": 3, "store": False}],
+    "/embeddings": [{"input": ["The owls", "hoot"], "encoding_format": "base64"}],
+    "/score": [{"text_1": "The owls", "text_2": ["hoot", "sing"]}],
+}
+ANY = [{"prompt": "The owls", "max_tokens": 2}, {"input": "The owls"}, {}]
+
+
 def good(dice: random.Random, routes: list[str]) -> tuple[str, dict[str, Any]]:
     """A path and a body that it takes; small, so that thousands fit a minute."""
-    path = dice.choice([CHAT, COMPLETIONS] * 3 + routes)
+    path = dice.choice(routes) if dice.random() < 0.3 else dice.choice((CHAT, COMPLETIONS))
     if path == CHAT:
         return path, {"messages": conversation(dice), **settings(dice, chat=True)}
     if path == COMPLETIONS:
         prompts = ["The owls", ["a b", "c"], [300, 301, 302], [[300], [301, 302]]]
         return path, {"prompt": dice.choice(prompts), **settings(dice, chat=False)}
-    if path == "/detokenize":
-        return path, {"tokens": [300, 301, 302]}
-    if path == "/tokenize" and dice.random() < 0.5:
-        return path, {"messages": conversation(dice), "return_token_strs": True}
-    if path == "/tokenize":
-        return path, {"prompt": "The owls 🦉", "add_special_tokens": False}
-    generic = {"prompt": "The owls", "input": "The owls", "text_input": "The owls", "max_tokens": 2}
-    return path, {name: generic[name] for name in dice.sample(sorted(generic), 2)}
+    bodies = OTHERS.get("/" + path.rpartition("/")[2], ANY)
+    return path, copy.deepcopy(dice.choice(bodies))
+
+
+def routes_of(table: list[tuple[str, list[str], Any]], model: str) -> list[str]:
+    """The paths of a route table that take a body."""
+    return [
+        path.replace("{name:path}", model).replace("{version}", "1")
+        for path, methods, _ in table
+        if "POST" in methods
+    ]
 
 
 def conversation(dice: random.Random) -> list[dict[str, Any]]:
@@ -195,7 +225,8 @@ def change_number(dice: random.Random, path: str, body: Any) -> Any:
         return change_value(dice, path, body)
     at, key = dice.choice(found)
     old = at[key]
-    ways = [old + 1, old - 1, -old, old * 10**6, old / 3, str(old), old * 2**40, [old]]
+    half = old / 2 if abs(old) < 2**1000 else 0.5
+    ways = [old + 1, old - 1, -old, old * 10**6, half, str(old), old * 2**40, [old]]
     at[key] = dice.choice(ways)
     return body
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import random
 import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import unquote
 
@@ -21,14 +22,14 @@ import pytest
 
 from octavo.server.app import ROUTES, create_app
 from tests.cases.client import COMPLETIONS, Box, strict
-from tests.hostile.mutations import Sent, mutated
+from tests.hostile.mutations import CHAT, Sent, mutated, routes_of
 from tests.server.asgi import Exchange, call
 from tests.server.fake_engine import FakeEngine
 
 IN_PROCESS, LIVE = 400, 5000
 DEADLINE = 3.0  # seconds that each live request gives itself
+MOST_FAULTS = 10  # after which an attacker gives up
 PATIENCE = 20.0  # and in which an answer must be there, whatever a busy machine does
-ROUTES_WITH_BODY = [path for path, methods, _ in ROUTES if "POST" in methods]
 
 
 def judge(sent: Sent, status: int, headers: dict[str, str], body: bytes) -> None:
@@ -41,12 +42,13 @@ def judge(sent: Sent, status: int, headers: dict[str, str], body: bytes) -> None
         return
     kind = headers.get("content-type", "")
     if kind.startswith("text/event-stream"):
-        assert body.endswith(b"data: [DONE]\n\n"), where
-        blocks = body.decode().split("\n\n")[:-2]
-        assert all("Internal server error" not in block for block in blocks), where
-        for block in blocks:
-            if block.startswith("data: "):
-                strict(block.removeprefix("data: "))
+        done = sent.target.startswith((CHAT, COMPLETIONS))  # other protocols end otherwise
+        closing = b"data: [DONE]\n\n" if done else b"\n\n"
+        assert body.endswith(closing), where
+        assert b"Internal server error" not in body, where
+        for line in body.decode().split("\n"):
+            if line.startswith("data: ") and line != "data: [DONE]":
+                strict(line.removeprefix("data: "))
     elif kind.startswith("application/json"):
         answer = strict(body)
         if status != 200:
@@ -70,6 +72,7 @@ async def test_in_process() -> None:
     dice = random.Random(seed)
     engine = FakeEngine()
     app = create_app(engine)
+    routes = routes_of(ROUTES, engine.model_names[0])
     before = (await call(app, "POST", COMPLETIONS, {"prompt": "The owls"})).json["choices"]
 
     async def one(sent: Sent) -> int:
@@ -85,7 +88,7 @@ async def test_in_process() -> None:
 
     statuses: Counter[int] = Counter()
     for _ in range(IN_PROCESS // 10):
-        sent = [mutated(dice, ROUTES_WITH_BODY, ()) for _ in range(10)]
+        sent = [mutated(dice, routes, ()) for _ in range(10)]
         statuses.update(await asyncio.gather(*map(one, sent)))
     print(statuses)
     assert statuses[200] > IN_PROCESS // 50, "nothing gets through: the good requests are not good"
@@ -121,7 +124,7 @@ class Good(threading.Thread):
 
     def _ask(self) -> str:
         body = {"prompt": "Far away", "max_tokens": 20, "ignore_eos": True, "seed": 3}
-        return self.box.stream(COMPLETIONS, {**body, "priority": -9}).text()
+        return self.box.stream(COMPLETIONS, body).text()
 
     def run(self) -> None:
         while not self.over.is_set():
@@ -129,44 +132,54 @@ class Good(threading.Thread):
             time.sleep(0.1)
 
 
-def attack(box: Box, seed: int, worker: int, count: int) -> Counter[int]:
+@dataclass
+class Found:
+    """What one attacker saw; a fault does not end the attack, for there may be others."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+
+def attack(box: Box, seed: int, worker: int, count: int) -> Found:
     dice = random.Random(f"{seed}-{worker}")
     deadline = (("X-Request-Deadline-Ms", str(int(DEADLINE * 1000))),)
-    statuses: Counter[int] = Counter()
+    routes = routes_of(ROUTES, "small")
+    found = Found()
     for number in range(count):
-        sent = mutated(dice, ROUTES_WITH_BODY, deadline)
+        sent = mutated(dice, routes, deadline)
         started = time.monotonic()
         try:
             status, headers, body = exchange(box, sent)
-        except (OSError, http.client.HTTPException) as error:
-            raise AssertionError(f"worker {worker}, request {number}: {error!r}\n{sent}") from None
-        judge(sent, status, headers, body)
-        seconds = time.monotonic() - started
-        assert seconds < PATIENCE, f"{seconds:.1f} s for\n{sent}"
-        statuses[status] += 1
-    return statuses
+            found.statuses[status] += 1
+            judge(sent, status, headers, body)
+        except (OSError, http.client.HTTPException, AssertionError) as error:
+            found.faults.append(f"worker {worker}, request {number}: {error!r}\n{sent}")
+            if len(found.faults) >= MOST_FAULTS:
+                break
+        found.slowest = max(found.slowest, time.monotonic() - started)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(3000)
 def test_live(target: Box) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     seed = random.randrange(2**32)
     print("seed", seed)
     target.check_alive()
     core, memory = target.server.core_pid(), target.memory()
     beside = Good(target)
     workers = 6
-    statuses: Counter[int] = Counter()
     with ThreadPoolExecutor(workers) as pool:
         share = partial(attack, target, seed, count=-(-LIVE // workers))
-        for found in pool.map(share, range(workers)):
-            statuses += found
+        found = list(pool.map(share, range(workers)))
     beside.over.set()
     beside.join(60)
-    print("statuses", statuses, "good streams", len(beside.answers))
+    statuses = sum((one.statuses for one in found), Counter[int]())
+    print(statuses, "slowest", max(one.slowest for one in found), "good", len(beside.answers))
+    faults = [fault for one in found for fault in one.faults]
+    assert not faults, "\n\n".join(faults)
     assert len(set(beside.answers)) == 1, "a good stream was harmed"
     assert target.server.core_pid() == core, "the engine was restarted"
     target.check_alive()
@@ -174,4 +187,3 @@ def test_live(target: Box) -> None:
     log = target.server.log.read_text(errors="replace")
     assert "Traceback" not in log, log[-3000:]
     assert "unexpected_error" not in log, log[-3000:]
-    assert json.dumps(dict(statuses))

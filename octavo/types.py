@@ -88,6 +88,8 @@ class AddRequest(Struct, frozen=True, array_like=True, tag="add"):
     cache_salt: str = ""
     adapter: str = ""
     suspect: bool = False  # was in flight when an engine died: run alone first
+    tenant: str = ""  # whose share of the engine it takes, by name
+    weight: float = 1.0  # of the tenant's share
 
 
 class Abort(Struct, frozen=True, array_like=True, tag="abort"):
@@ -139,6 +141,10 @@ class StepPlan(Struct, frozen=True, array_like=True):
     def num_rows(self) -> int:
         return len(self.flags)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(memoryview(self.lengths).cast("i"))
+
 
 # worker -> core
 
@@ -186,6 +192,28 @@ class WorkerInfo(Struct, frozen=True):
 # core -> API process
 
 
+class TraceEvent(Struct, frozen=True, array_like=True):
+    """Something that befell a sequence; `engine/trace.py` writes them.
+
+    kind       values                                                        text
+    queue      first seen by a plan; seconds behind others, then lacking     -
+               sequences, pages, budget; the same three for those ahead
+    prefix     tokens found, tokens that could be; then of a miss: first     hit, new, evicted, salt,
+               differing block, tokens that would have hit, age in seconds   adapter, short, off, ...
+    chunk      first token, tokens, when it landed, number of the step       -
+    preempted  -                                                             pages, recovery
+
+    `who` and `tenant` are the sequence that was the cause, and whose it was.
+    """
+
+    kind: str
+    at: float
+    values: tuple[float, ...] = ()
+    text: str = ""
+    who: str = ""
+    tenant: str = ""
+
+
 class SequenceOutput(Struct, frozen=True, array_like=True):
     """News of one sequence. `reason` is set once, on the last one."""
 
@@ -199,6 +227,7 @@ class SequenceOutput(Struct, frozen=True, array_like=True):
     scheduled_at: float = 0.0  # when it first left the queue
     preemptions: int = 0
     error: str = ""  # with reason "error"
+    trace: tuple[TraceEvent, ...] = ()  # since the last output that had some
 
 
 class StepStats(Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from octavo.engine.pace import Pace
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import EngineDead
 from octavo.types import AddRequest, StepOutputs, StepPlan, StepResult
@@ -56,6 +57,7 @@ class EngineCore:
         self._clock = clock
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and when submitted
         self._last_landing = 0.0
+        self._pace = Pace() if scheduler.config.lookahead else None
 
     def add(self, request: AddRequest) -> None:
         """Queues a request; one that cannot be served is reported by the next `step`."""
@@ -85,10 +87,27 @@ class EngineCore:
             plan = self._scheduler.plan(self._clock())
             if plan is None:
                 break
+            late = bool(self._in_flight) and self._in_flight[-1][1].done()
             self._in_flight.append((plan, self._submit(plan), self._clock()))
+            if self._pace is not None and len(self._in_flight) > 1:
+                self._pace.planned(late=late)
         if self._in_flight:
             return self._land()
         return self._scheduler.report() if self._scheduler.has_news else None
+
+    def patience(self) -> float:
+        """Seconds for which `step` may be put off, for requests that are about to come.
+
+        Nobody loses by it: the device is busy until then. 0 where nothing could be gained.
+        """
+        scheduler = self._scheduler
+        if self._pace is None or len(self._in_flight) != 1 or scheduler.waiting:
+            return 0.0
+        plan, handle, submitted = self._in_flight[0]
+        if handle.done():
+            return 0.0
+        elapsed = self._clock() - max(submitted, self._last_landing)
+        return self._pace.patience(plan.num_rows, plan.num_tokens, elapsed)
 
     def close(self) -> None:
         """Frees the executor; what is in flight is lost."""
@@ -109,9 +128,11 @@ class EngineCore:
             return self._recover(error)
         now = self._clock()
         # Overlapping steps share the time: each counts from where the one before it ended.
-        step_ms = 1000 * (now - max(submitted, self._last_landing))
+        seconds = now - max(submitted, self._last_landing)
         self._last_landing = now
-        return self._scheduler.commit(plan, result, step_ms)
+        if self._pace is not None:
+            self._pace.landed(plan.num_rows, plan.num_tokens, seconds)
+        return self._scheduler.commit(plan, result, 1000 * seconds)
 
     def _recover(self, error: Exception) -> StepOutputs:
         text = f"{type(error).__name__}: {error}"

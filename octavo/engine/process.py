@@ -54,11 +54,11 @@ class Inbox:
                 # Only our own client can connect. A request that is lost would never be answered.
                 self.messages.put(error)
 
-    def drain(self, wait: bool) -> list[ToCore]:
-        """All messages that are there; if `wait`, at least one or the heartbeat interval."""
+    def drain(self, patience: float) -> list[ToCore]:
+        """All messages that are there, after at most `patience` seconds for the first of them."""
         found: list[ToCore] = []
         try:
-            message = self.messages.get(wait, HEARTBEAT_SECONDS)
+            message = self.messages.get(patience > 0, patience)
             while True:
                 if isinstance(message, msgspec.MsgspecError):
                     raise message
@@ -143,7 +143,7 @@ def _serve(
 ) -> None:
     pending: set[str] = set()
     while True:
-        for message in inbox.drain(wait=not core.has_work()):
+        for message in inbox.drain(core.patience() if core.has_work() else HEARTBEAT_SECONDS):
             if isinstance(message, AddRequest):
                 pending.add(message.id)
                 core.add(message)
@@ -156,6 +156,8 @@ def _serve(
         if not core.has_work():
             heartbeat.phase = "idle"
             continue
+        if core.patience() > 0:
+            continue  # more may come before the next plan is due
         if heartbeat.phase == "idle":
             heartbeat.phase, heartbeat.last_step = "running", time.monotonic()
         heartbeat.pending = len(pending)

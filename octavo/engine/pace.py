@@ -1,0 +1,60 @@
+"""Pace: how long the next plan can wait without the device running dry.
+
+With two steps in flight a request that arrives while one computes would wait for the other as well.
+So the next step is planned late: shortly before the one on the device ends, and with all who came
+meanwhile. When that is, is learned from the steps before; a plan that came too late makes the
+margin wider. On a device that computes only while the host waits there is nothing to wait for.
+Not for: what is planned (`scheduler.py`). Next file: `core.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+LEAST_MARGIN = 0.0004  # seconds: planning and launching a step of decode rows
+MOST_MARGIN = 0.004
+LEAST_WAIT = 0.00005  # shorter ones are not worth a sleep
+WIDER, NARROWER = 1.5, 0.995
+TRUST = 0.97  # of a prediction: steps differ, and early costs less than late
+REMEMBERED = 16  # steps with prompts
+
+
+class Pace:
+    """Predicts the time of steps from those that landed. Times are in seconds."""
+
+    __slots__ = ("_decode", "_margin", "_per_token")
+
+    def __init__(self) -> None:
+        self._decode: tuple[int, float] | None = None  # rows and time of the last decode step
+        self._per_token: deque[float] = deque(maxlen=REMEMBERED)
+        self._margin = LEAST_MARGIN
+
+    def landed(self, rows: int, tokens: int, seconds: float) -> None:
+        """A step of `rows` rows and `tokens` tokens kept the device busy for `seconds`."""
+        if tokens == rows:
+            self._decode = (rows, seconds)
+        else:
+            self._per_token.append(seconds / tokens)
+
+    def planned(self, *, late: bool) -> None:
+        """A plan was submitted; `late` if the device had nothing left to do by then."""
+        margin = self._margin * (WIDER if late else NARROWER)
+        self._margin = min(MOST_MARGIN, max(LEAST_MARGIN, margin))
+
+    def patience(self, rows: int, tokens: int, elapsed: float) -> float:
+        """Seconds until the step after this one should be planned, 0 if now or not known.
+
+        `elapsed` is for how long the device has had this step of `rows` rows and `tokens` tokens.
+        """
+        expected = self._decode_time(rows)
+        if tokens > rows and self._per_token:
+            expected = max(expected, min(self._per_token) * tokens)
+        wait = TRUST * expected - self._margin - elapsed
+        return wait if wait > LEAST_WAIT else 0.0
+
+    def _decode_time(self, rows: int) -> float:
+        """At least this long takes a step of so many rows; fewer than last time may be faster."""
+        if self._decode is None:
+            return 0.0
+        known_rows, seconds = self._decode
+        return seconds * min(1.0, rows / known_rows)

@@ -462,20 +462,23 @@ class TextEngine:
 
     def _observe(self, choice: _Choice, output: SequenceOutput, delta: Delta) -> None:
         times, now = choice.times, self._clock()
+        count = len(output.new_ids)
+        times.generation_tokens += len(delta.token_ids)
+        if output.preemptions > times.preemptions:
+            times.preemptions = output.preemptions
+        if times.first_token:  # the usual case: one more token
+            if count:
+                self.metrics.token_gap(now - choice.last_news, count)
+                times.last_token = choice.last_news = now
+            return
         self._leave_queue(choice)
         times.scheduled = output.scheduled_at or times.scheduled
         times.cached_tokens = max(times.cached_tokens, output.num_cached)
-        times.preemptions = max(times.preemptions, output.preemptions)
-        times.generation_tokens += len(delta.token_ids)
-        if not output.new_ids:
+        if not count:
             return
-        if not times.first_token:
-            times.first_token = now
-            self.metrics.first_token(
-                now - times.arrival,
-                prompt_tokens=times.prompt_tokens,
-                cached_tokens=times.cached_tokens,
-            )
-        else:
-            self.metrics.token_gap(now - choice.last_news, len(output.new_ids))
-        times.last_token = choice.last_news = now
+        times.first_token = times.last_token = choice.last_news = now
+        self.metrics.first_token(
+            now - times.arrival,
+            prompt_tokens=times.prompt_tokens,
+            cached_tokens=times.cached_tokens,
+        )

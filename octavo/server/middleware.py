@@ -17,6 +17,7 @@ from octavo.errors import InvalidRequest, OctavoError, Unauthorized
 from octavo.log import Log
 from octavo.server.context import Serving, request_id_of
 from octavo.server.errors import ClientGone, error_response
+from octavo.server.stream import PIECES_KEY
 
 # Probes of orchestrators carry no key. Everything else is closed when a key is set.
 OPEN_PATHS = frozenset(
@@ -85,6 +86,7 @@ class Edge:
         handler = route.path if route is not None else "none"
         if handler in UNCOUNTED:
             return
+        pieces = scope.get("state", {}).get(PIECES_KEY)  # what a stream sent past this place
         declared = Headers(scope=scope).get("content-length", "")
         size = int(declared) if declared.isascii() and declared.isdigit() else 0
         self._serving.engine.metrics.http.count(
@@ -93,7 +95,7 @@ class Edge:
             handler=handler,
             seconds=seconds,
             request_bytes=size,
-            response_bytes=exchange.size,
+            response_bytes=exchange.size + (0 if pieces is None else pieces.sent),
         )
 
 

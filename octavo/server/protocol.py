@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from octavo.server.errors import error_body
 from octavo.server.settings import HttpLimits
-from octavo.server.stream import ABORT_KEY, WRITE_KEY
+from octavo.server.stream import ABORT_KEY, PIECES_KEY
 
 _TEXTS = {
     400: "The request is not HTTP/1.1.",
@@ -42,6 +42,7 @@ class Pieces:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._transport = cycle.transport
+        self.sent = 0  # bytes
 
     def write(self, data: bytes) -> bool:
         """True if the piece is on its way; False where one has to wait, or nobody listens."""
@@ -52,6 +53,7 @@ class Pieces:
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             self._transport.write(data)
+        self.sent += len(data)
         return True
 
 
@@ -120,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         cycle = self.cycle
         if cycle is not None and cycle.scope is self.scope:
-            self.scope["state"][WRITE_KEY] = Pieces(cycle).write
+            self.scope["state"][PIECES_KEY] = Pieces(cycle)
 
     def on_message_complete(self) -> None:
         self._stop_waiting()

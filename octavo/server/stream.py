@@ -33,12 +33,21 @@ DONE = b"data: [DONE]\n\n"
 DEADLINE_GRACE = 1.0  # seconds after a deadline in which the engine should have ended the request
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-# In scope["state"]: drops a connection with its buffers; writes a piece of the body at once, and
-# says False where it cannot.
+# In scope["state"]: what drops a connection with its buffers, and the `Pieces` of its answer.
 ABORT_KEY = "octavo.abort_connection"
-WRITE_KEY = "octavo.write_piece"
+PIECES_KEY = "octavo.pieces"
 
 log = Log(__name__)
+
+
+class Pieces(Protocol):
+    """Writes pieces of an answer's body to the socket, past the middleware."""
+
+    sent: int  # bytes so far
+
+    def write(self, data: bytes) -> bool:
+        """False where one has to wait, or nobody listens."""
+        ...
 
 
 class Chunks(Protocol):
@@ -252,8 +261,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.get("state", {})
+        pieces: Pieces | None = state.get(PIECES_KEY)
+        write = None if pieces is None else pieces.write
         tasks = [
-            asyncio.ensure_future(self._send_all(send, state.get(WRITE_KEY))),
+            asyncio.ensure_future(self._send_all(send, write)),
             asyncio.ensure_future(gone(receive)),
             asyncio.ensure_future(self._stuck()),
         ]

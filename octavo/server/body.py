@@ -62,6 +62,11 @@ def check_media(headers: Headers) -> None:
         name, _, value = option.partition("=")
         if name.strip() == "charset" and value.strip(' "') not in ("utf-8", "utf8"):
             raise InvalidRequest("Content-Type: the charset must be utf-8.", "Content-Type")
+    check_encoding(headers)
+
+
+def check_encoding(headers: Headers) -> None:
+    """Raises InvalidRequest for a compressed body."""
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise InvalidRequest("Content-Encoding: send the body uncompressed.", "Content-Encoding")
 

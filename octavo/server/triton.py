@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.server.answer import Call, begin, finish
-from octavo.server.body import read_bytes, unhurried
+from octavo.server.body import check_encoding, read_bytes, unhurried
 from octavo.server.completions import completion_job, prompt_text
 from octavo.server.context import Serving, serving_of
 from octavo.server.decode import check_names, parse_object, shorten, to_record
@@ -123,6 +123,7 @@ async def infer(request: Request) -> Response:
     """Continue the texts of an input tensor; the answers are an output tensor."""
     serving = serving_of(request)
     model = served_model(request)
+    check_encoding(request.headers)
     data = await read_bytes(request, serving.settings.max_body_bytes)
     length = request.headers.get(HEAD_LENGTH)
 
@@ -151,6 +152,7 @@ async def infer(request: Request) -> Response:
 async def _begin_generate(request: Request) -> tuple[Call, Job, Ask]:
     serving = serving_of(request)
     model = served_model(request)
+    check_encoding(request.headers)
     data = await read_bytes(request, serving.settings.max_body_bytes)
 
     def work() -> Ask:

@@ -21,6 +21,13 @@ Not for: internal invariants, which are plain asserts. Next file: `types.py`.
 from __future__ import annotations
 
 
+# What the worker says of a request that forbids every token; it is the caller's to mend.
+NO_TOKEN = (
+    "no token can be chosen: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties "
+    "together leave none; allow more tokens"
+)
+
+
 class OctavoError(Exception):
     """Base of all errors raised on purpose. `status` is the HTTP status that it becomes."""
 

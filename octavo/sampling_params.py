@@ -42,7 +42,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "min_p": (0.0, 1.0, True),
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 10.0, False),
+    "repetition_penalty": (0.01, 10.0, True),  # near 0 the division would overflow
 }
 _FLAGS = (
     "ignore_eos",
@@ -85,7 +85,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     n: int = 1  # choices, 1 to 128
     presence_penalty: float = 0.0  # -2 to 2, on generated tokens
     frequency_penalty: float = 0.0  # -2 to 2, on generated tokens
-    repetition_penalty: float = 1.0  # above 0, to 10; on prompt and generated tokens
+    repetition_penalty: float = 1.0  # 0.01 to 10; on prompt and generated tokens
     temperature: float = 1.0  # 0 to 100; 0 is greedy
     top_p: float = 1.0  # above 0, to 1
     top_k: int = 0  # 0 or -1 is off; above the vocabulary is off too

@@ -13,14 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.errors import NO_TOKEN
 from octavo.sampling.history import TokenHistory
 from octavo.sampling.penalties import Penalties, apply_penalties
 from octavo.types import TokenParams
 
-NO_TOKEN = (
-    "no token can be chosen: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties "
-    "together leave none; allow more tokens"
-)
+__all__ = ["NO_TOKEN", "RowRules", "process"]
 
 
 class RowRules:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.errors import DeadlineExceeded, Draining, InvalidRequest, RequestFailed
+from octavo.errors import NO_TOKEN, DeadlineExceeded, Draining, InvalidRequest, RequestFailed
 from octavo.prompts import check_length
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine import Answer, Engine
@@ -275,6 +275,8 @@ def _failure(delta: Delta) -> Exception:
         return DeadlineExceeded("The request's deadline passed before it was answered.")
     if delta.finish_reason == "abort":
         return Draining("The answer was cut off because the server is shutting down.")
+    if delta.error == NO_TOKEN:
+        return InvalidRequest(f"The request cannot be answered: {delta.error}.")
     return RequestFailed(f"The engine could not finish this request: {delta.error or 'unknown'}.")
 
 

@@ -206,6 +206,18 @@ def test_bi_2_the_vocabulary_ends_where_it_ends(small: Box) -> None:
             assert reply.status_code == status, (last, fields, reply.text)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_bi_2_rules_that_leave_no_token(small: Box, streamed: bool) -> None:
+    """Nobody can know it before the step, and it is the caller's fault all the same."""
+    dice, seed = fresh()
+    only = random_ids(dice, 3)
+    rules = {"allowed_token_ids": only, "stop_token_ids": only, "min_tokens": 2}
+    body = {"prompt": "x", "max_tokens": 4, "stream": streamed, **rules}
+    with neighbour(small):
+        error = check_refusal(small.post(COMPLETIONS, body), "allowed_token_ids")
+    assert error["code"] == 400, f"seed {seed}"
+
+
 def test_bi_3_large_wishes_take_no_memory(small: Box) -> None:
     wishes: list[tuple[str, str, dict[str, Any]]] = [
         (COMPLETIONS, "n", {"prompt": "x", "n": 1_000_000}),

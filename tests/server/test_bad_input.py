@@ -93,6 +93,7 @@ BOTH: list[tuple[str, dict[str, Any]]] = [
     ("frequency_penalty", {"frequency_penalty": 2.01}),
     ("repetition_penalty", {"repetition_penalty": 0}),
     ("repetition_penalty", {"repetition_penalty": -1}),
+    ("repetition_penalty", {"repetition_penalty": 5e-324}),
     ("n", {"n": 0}),
     ("n", {"n": -1}),
     ("n", {"n": 129}),

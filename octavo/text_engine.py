@@ -19,6 +19,7 @@ from typing import Protocol
 from octavo.engine.client import EngineClient
 from octavo.errors import Draining, EngineDead, Overloaded
 from octavo.expand import Scheduling, expand, request_seeds
+from octavo.obs.life import Life
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
 from octavo.sampling_params import SamplingParams
@@ -101,9 +102,8 @@ class _Choice:
     """One sequence of a request on its way."""
 
     assembler: Assembler
-    times: RequestTimes
+    life: Life
     queued_tokens: int  # of its prompt, until it leaves the queue
-    last_news: float = 0.0
 
 
 class DeltaListener(Protocol):
@@ -431,7 +431,7 @@ class TextEngine:
             n=params.n,
             max_tokens=request.params.max_tokens,
         )
-        return _Choice(assembler, times, len(request.prompt_ids))
+        return _Choice(assembler, Life(self.metrics, times), len(request.prompt_ids))
 
     def _enter(self, choices: Collection[_Choice]) -> None:
         self._open += len(choices)
@@ -452,33 +452,14 @@ class TextEngine:
     def _leave(self, choice: _Choice, reason: str) -> None:
         now = self._clock()
         self._leave_queue(choice)
-        choice.times.finished = now
-        choice.times.reason = reason
         self._rate.count(now)
-        self.metrics.finished(choice.times)
+        choice.life.end(reason, now)
         self._open -= 1
         if not self._open:
             self._idle.set()
 
     def _observe(self, choice: _Choice, output: SequenceOutput, delta: Delta) -> None:
-        times, now = choice.times, self._clock()
-        count = len(output.new_ids)
-        times.generation_tokens += len(delta.token_ids)
-        if output.preemptions > times.preemptions:
-            times.preemptions = output.preemptions
-        if times.first_token:  # the usual case: one more token
-            if count:
-                self.metrics.token_gap(now - choice.last_news, count)
-                times.last_token = choice.last_news = now
-            return
-        self._leave_queue(choice)
-        times.scheduled = output.scheduled_at or times.scheduled
-        times.cached_tokens = max(times.cached_tokens, output.num_cached)
-        if not count:
-            return
-        times.first_token = times.last_token = choice.last_news = now
-        self.metrics.first_token(
-            now - times.arrival,
-            prompt_tokens=times.prompt_tokens,
-            cached_tokens=times.cached_tokens,
-        )
+        if choice.queued_tokens:
+            self._leave_queue(choice)
+        delta.times = choice.life.times
+        choice.life.news(output, len(delta.token_ids), self._clock())

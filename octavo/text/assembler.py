@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from octavo.obs.stats import RequestTimes
 from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stops import StopMatcher
@@ -45,6 +46,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached: int = 0
     error: str = ""
+    times: RequestTimes | None = None  # of the choice so far, from whoever keeps them
 
 
 class Assembler:

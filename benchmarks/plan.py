@@ -18,6 +18,7 @@ from functools import partial
 
 from octavo.config import SchedulerConfig
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.trace import Tracer
 from octavo.types import SAMPLE, AddRequest, StepPlan, StepResult, TokenParams, pack
 
 BLOCK_SIZE = 16
@@ -41,7 +42,8 @@ def running_scheduler(num_sequences: int, num_steps: int, *, depth: int) -> Sche
             max_num_batched_tokens=16384,
             depth=depth,
             lookahead=depth - 1,
-        )
+        ),
+        Tracer(),
     )
     numbers = random.Random(0)
     for number in range(num_sequences):

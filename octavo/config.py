@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Policy: TypeAlias = Literal["fcfs", "priority"]
+Policy: TypeAlias = Literal["fcfs", "priority", "fair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class SchedulerConfig:
     policy: Policy = "fcfs"
     depth: int = 1  # steps in flight
     lookahead: int = 0  # unknown tokens a sequence may run ahead
+    trace: bool = True  # outputs tell what befell their sequence
 
 
 @dataclass(frozen=True, slots=True)

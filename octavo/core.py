@@ -17,6 +17,7 @@ from octavo.engine.channel import Addresses
 from octavo.engine.core import EngineCore
 from octavo.engine.process import Report, run
 from octavo.engine.scheduler import Scheduler
+from octavo.engine.trace import Tracer
 from octavo.errors import OctavoError
 from octavo.types import WorkerInfo
 
@@ -48,7 +49,8 @@ def build_core(
         depth=info.depth,
         lookahead=info.lookahead,
     )
-    return EngineCore(Scheduler(sized), executor), info
+    tracer = Tracer() if scheduler.trace else None
+    return EngineCore(Scheduler(sized, tracer), executor), info
 
 
 def main() -> int:

@@ -4,6 +4,7 @@
     ├── ClientError            the caller can mend it (HTTP 4xx)
     │   ├── InvalidRequest     400: a field, its value and the remedy
     │   ├── Unauthorized       401
+    │   ├── Forbidden          403: the key is right, but not for this route
     │   ├── NotFound           404: model, route or request that does not exist
     │   ├── TooLarge           413: body over the limit
     │   ├── Overloaded         429: queue full; carries `retry_after`
@@ -59,6 +60,13 @@ class Unauthorized(ClientError):
 
     status = 401
     kind = "AuthenticationError"
+
+
+class Forbidden(ClientError):
+    """The API key is known and may not do this; the message names the scope that is missing."""
+
+    status = 403
+    kind = "PermissionDeniedError"
 
 
 class NotFound(ClientError):

@@ -198,8 +198,8 @@ class TraceEvent(Struct, frozen=True, array_like=True):
     kind       values                                                        text
     queue      first seen by a plan; seconds behind others, then lacking     -
                sequences, pages, budget; the same three for those ahead
-    prefix     tokens found, tokens that could be; then of a miss: first     hit, new, evicted, salt,
-               differing block, tokens that would have hit, age in seconds   adapter, short, off, ...
+    prefix     tokens found, tokens that could be; then of a miss: first     hit, new, evicted,
+               differing block, tokens that would have hit, age in seconds   salt, adapter, ...
     chunk      first token, tokens, when it landed, number of the step       -
     preempted  -                                                             pages, recovery
 

@@ -11,7 +11,7 @@ purpose). Not for: block tables and lengths (see `sequence.py`). Next file: `pol
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 DIGEST_SIZE = 16  # bytes
@@ -48,6 +48,7 @@ class BlockPool:
         # Next to be taken first. An OrderedDict takes out of its middle in constant time.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_cached = 0  # free blocks with a hash
+        self.watch: Callable[[bytes], None] | None = None  # told of each hash that is evicted
         self._keep = keep
 
     @property
@@ -95,6 +96,8 @@ class BlockPool:
             if digest is not None:
                 del self.block_of[digest]
                 self.num_cached -= 1
+                if self.watch is not None:
+                    self.watch(digest)
             self.refs[block] = 1
             blocks.append(block)
         return blocks

@@ -53,14 +53,23 @@ def _check_queues(scheduler: Scheduler) -> None:
     assert all(s.reason is not None for s in scheduler.leaving)
     ranks = [sequence.rank for sequence in running]
     assert ranks == sorted(ranks), "running sequences are not in order of rank"
-    first = min(waiting, key=lambda s: s.rank, default=None)
-    assert scheduler.waiting.first() is first, "the queue's first is not the smallest rank"
+    _check_first(scheduler, waiting)
     assert scheduler.waiting.num_tokens == sum(len(s.tokens) for s in waiting)
     for sequence in waiting:
         assert sequence.slot < 0, f"{sequence.id} waits in a slot"
         assert not sequence.blocks, f"{sequence.id} waits with blocks"
     suspects = {id(sequence) for sequence in scheduler.suspects}
     assert suspects == {id(s) for s in running + waiting if s.suspect}, "suspects differ"
+
+
+def _check_first(scheduler: Scheduler, waiting: list[Sequence]) -> None:
+    first, fair = scheduler.waiting.first(), scheduler.fair
+    if fair is not None and first is not None:
+        least = min(fair.served(sequence.tenant) for sequence in waiting)
+        assert fair.served(first.tenant) == least, "the queue's first is not of the least served"
+        waiting = [sequence for sequence in waiting if sequence.tenant == first.tenant]
+    smallest = min(waiting, key=lambda s: s.rank, default=None)
+    assert first is smallest, "the queue's first is not the smallest rank"
 
 
 def _check_slots(scheduler: Scheduler, placed: list[Sequence]) -> None:

@@ -20,12 +20,13 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.config import SchedulerConfig
 from octavo.engine.block_pool import BlockPool, root_digest
-from octavo.engine.policy import WaitingQueue, limit_of, rank_of, refusal
+from octavo.engine.policy import FairQueue, WaitingQueue, limit_of, rank_of, refusal
 from octavo.engine.sequence import NEVER, Chunk, Columns, Draft, Sequence, Slots, Step
 from octavo.types import (
     LAST_CHUNK,
@@ -41,6 +42,9 @@ from octavo.types import (
     StepStats,
     TokenLogprobs,
 )
+
+if TYPE_CHECKING:
+    from octavo.engine.trace import Tracer
 
 MIN_DEADLINES = 64  # so many are not worth tidying
 
@@ -58,11 +62,16 @@ class Counts:
 class Scheduler:
     """Queues, slots and blocks of all sequences. One thread; time is told by the caller."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, tracer: Tracer | None = None) -> None:
+        """`tracer` is told what befalls each sequence."""
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, keep=config.prefix_caching)
         self.columns = Columns(config.max_num_seqs)
-        self.waiting = WaitingQueue()
+        self.fair = FairQueue() if config.policy == "fair" else None
+        self.waiting: WaitingQueue | FairQueue = WaitingQueue() if self.fair is None else self.fair
+        self.tracer = tracer
+        if tracer is not None:
+            tracer.attach(self.pool)
         self.running: list[Sequence] = []  # by rank
         self.filling: list[Sequence] = []  # running ones with known tokens not yet planned
         self.leaving: list[Sequence] = []  # ended, but in flight
@@ -97,7 +106,9 @@ class Scheduler:
             root=self._root(request),
         )
         self.by_id[sequence.id] = sequence
-        self.waiting.push(sequence)
+        if self.fair is not None:
+            self.fair.join(request.tenant, request.weight)
+        self._push(sequence)
         if sequence.suspect:
             self.suspects.append(sequence)
         if sequence.deadline:
@@ -114,7 +125,17 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Later requests find nothing of what was computed so far."""
+        self._forget_all("reset")
+
+    def _forget_all(self, cause: str) -> None:
+        if self.tracer is not None:
+            self.tracer.reset(cause)
         self.pool.forget_all()
+
+    def _push(self, sequence: Sequence) -> None:
+        self.waiting.push(sequence)
+        if self.tracer is not None:
+            self.tracer.queued(sequence)
 
     def _watch(self, sequence: Sequence) -> None:
         """Notes a deadline. Those of ended sequences stay noted until they are too many."""
@@ -144,6 +165,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before another step lands."""
+        if self.tracer is not None:
+            self.tracer.plan(now)
         self._expire(now)
         self._settle_hold()
         draft = Draft(self.config.max_num_batched_tokens, now)
@@ -242,15 +265,30 @@ class Scheduler:
                 return  # those behind it must not take what it lacks
 
     def _plan_waiting(self, draft: Draft) -> None:
-        """Admits in strict order of rank; one that does not fit holds up those behind it."""
-        while draft.budget > 0 and not draft.tight and (first := self.waiting.first()):
-            hit = self._room_for(first)
-            if hit is None:
-                return
-            todo = len(first.tokens) - len(hit) * self.config.block_size
-            if not self.config.chunked_prefill and todo > draft.budget:
-                return
-            self._enter(first, hit, draft)
+        """Admits in the order of the queue; one that does not fit holds up those behind it."""
+        lack = ""
+        while (first := self.waiting.first()) and not lack:
+            if draft.budget <= 0:
+                lack = "budget"
+            elif draft.tight:
+                lack = "pages"
+            else:
+                lack = self._admit(first, draft)
+        if self.tracer is not None:
+            self.tracer.lacks(first, lack)
+
+    def _admit(self, first: Sequence, draft: Draft) -> str:
+        """Lets the first of the queue in, or names what it lacks."""
+        if not self.free_slots:
+            return "sequences"
+        hit = self._room_for(first)
+        if hit is None:
+            return "pages"
+        todo = len(first.tokens) - len(hit) * self.config.block_size
+        if not self.config.chunked_prefill and todo > draft.budget:
+            return "budget"
+        self._enter(first, hit, draft)
+        return ""
 
     def _room_for(self, sequence: Sequence) -> list[int] | None:
         """Cached blocks to begin with, or None if a slot or blocks are lacking.
@@ -277,6 +315,10 @@ class Scheduler:
     def _enter(self, sequence: Sequence, hit: list[int], draft: Draft) -> None:
         """From the queue into a slot, and its first tokens into the step."""
         self.waiting.remove(sequence)
+        if self.fair is not None:
+            self.fair.enter(sequence)
+        if self.tracer is not None:
+            self.tracer.entered(sequence, len(hit))
         slot = sequence.slot = self.free_slots.pop()
         self.by_slot[slot] = sequence
         insort(self.running, sequence, key=_rank)
@@ -321,6 +363,8 @@ class Scheduler:
         columns.in_flight[slot] += 1
         self._register(sequence)
         draft.budget -= length
+        if self.fair is not None and not sequence.preemptions:
+            self.fair.charge(sequence.tenant, prompt_tokens=length)
         draft.chunks.append(Chunk(sequence, start, length, flags))
         return True
 
@@ -351,6 +395,8 @@ class Scheduler:
         """Makes the sequence's blocks hold `end` tokens; False, and none taken, if too few."""
         missing = self.pool.blocks_for(end) - len(sequence.blocks)
         if missing > 0:
+            if self.tracer is not None:
+                self.tracer.takes(sequence)
             if not self._make_room(missing, sequence, draft):
                 return False
             self._attach(sequence, self.pool.take(missing), draft)
@@ -397,13 +443,15 @@ class Scheduler:
         """Back to the queue, blocks and all; its tokens are safe on the host."""
         sequence.preemptions += 1
         self._counts.preemptions += 1
-        self._put_back(sequence)
+        self._put_back(sequence, "pages")
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _put_back(self, sequence: Sequence, cause: str) -> None:
         self._stop_running(sequence)
         self._release(sequence)
         sequence.forget_progress()
-        self.waiting.push(sequence)
+        if self.tracer is not None:
+            self.tracer.preempted(sequence, cause)
+        self._push(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -434,6 +482,10 @@ class Scheduler:
             sequence = step.rows[row]
             if sequence.reason is None and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += values
+        if self.tracer is not None:
+            self.tracer.landed(step.planned_at, step.chunks, step_ms, plan.step)
+        if self.fair is not None:
+            self.fair.charge_outputs(step.sampled)
         num_news = self._accept(step, tokens.tolist(), result)
         for sequence in [s for s in self.leaving if not columns.in_flight[s.slot]]:
             self.leaving.remove(sequence)
@@ -501,6 +553,8 @@ class Scheduler:
         """Leaves every queue now, and its slot once nothing of it is in flight."""
         sequence.reason = reason
         del self.by_id[sequence.id]
+        if self.fair is not None:
+            self.fair.leave(sequence.tenant)
         if sequence.suspect:
             self.suspects.remove(sequence)
         if sequence.slot < 0:
@@ -525,8 +579,8 @@ class Scheduler:
             self._release(sequence)
         self.leaving.clear()
         for sequence in list(self.running):
-            self._put_back(sequence)
-        self.pool.forget_all()  # blocks named in void plans were never written
+            self._put_back(sequence, "recovery")
+        self._forget_all("recovery")  # blocks named in void plans were never written
         self.epoch += 1
         self._counts.recoveries += 1
         for sequence in failed:

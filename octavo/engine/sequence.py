@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,11 @@ from octavo.types import (
     StepPlan,
     TokenLogprobs,
     TokenParams,
+    TraceEvent,
 )
+
+if TYPE_CHECKING:
+    from octavo.engine.trace import Wait
 
 Slots: TypeAlias = npt.NDArray[np.int32]
 NEVER = 2**31 - 1  # in `Columns.hashed`: blocks of this sequence are not registered
@@ -66,6 +70,7 @@ class Sequence:
     root: bytes | None  # parent of its first block's hash; None: its blocks are not shared
     suspect: bool  # must live through one sampled step alone
     stop_ids: frozenset[int]
+    tenant: str = ""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)  # its block table, only appended to
     chain: list[bytes] = field(default_factory=list)  # hashes of its full blocks
@@ -76,6 +81,8 @@ class Sequence:
     num_cached: int = 0
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are reported
+    events: list[TraceEvent] = field(default_factory=list)  # until they are reported
+    wait: Wait | None = None  # its stay in the queue, where that is traced
 
     @staticmethod
     def of(
@@ -95,6 +102,7 @@ class Sequence:
             root=root,
             suspect=request.suspect,
             stop_ids=frozenset(params.stop_ids),
+            tenant=request.tenant,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
@@ -134,6 +142,10 @@ class Sequence:
             prompt_logprobs = self.prompt_logprobs[: self.num_prompt]
             self.prompt_logprobs = None
         self.plain = self.params.logprobs is None and not self.params.logprob_ids
+        trace: tuple[TraceEvent, ...] = ()
+        if self.events:
+            trace = tuple(self.events)
+            self.events.clear()
         return SequenceOutput(
             id=self.id,
             new_ids=new_ids,
@@ -145,6 +157,7 @@ class Sequence:
             scheduled_at=self.scheduled_at if first or self.reason else 0.0,
             preemptions=self.preemptions if self.reason else 0,
             error=error,
+            trace=trace,
         )
 
 
@@ -168,6 +181,8 @@ class Step:
     slots: Slots  # of rows
     sampled_slots: Slots
     prompt_tokens: int
+    chunks: list[Chunk]
+    planned_at: float
 
 
 def _no_slots() -> Slots:
@@ -229,6 +244,8 @@ class Draft:
             slots=slots,
             sampled_slots=_join(self.decodes, [s.slot for s in last]),
             prompt_tokens=sum(c.length for c in chunks),
+            chunks=chunks,
+            planned_at=self.now,
         )
 
     def _block_columns(self, slots: Slots) -> tuple[bytes, bytes, bytes]:

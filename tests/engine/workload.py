@@ -12,7 +12,15 @@ from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.invariants import check
 from octavo.engine.scheduler import Scheduler
-from octavo.types import AddRequest, SequenceOutput, StepOutputs, TokenLogprobs, TokenParams
+from octavo.engine.trace import LACKS, Tracer
+from octavo.types import (
+    AddRequest,
+    SequenceOutput,
+    StepOutputs,
+    TokenLogprobs,
+    TokenParams,
+    TraceEvent,
+)
 from tests.engine.machine import VOCAB, Behaviour, Machine, random_behaviour
 from tests.engine.oracle import ContentOracle, Expected, expect
 
@@ -41,7 +49,7 @@ def random_config(random: Random, seed: int) -> SchedulerConfig:
         max_num_batched_tokens=budget,
         prefix_caching=random.random() < 0.65,
         chunked_prefill=random.random() < 0.7,
-        policy=random.choice(["fcfs", "priority"]),
+        policy=random.choice(["fcfs", "priority", "fair"]),
         depth=depth,
         lookahead=lookahead,
     )
@@ -57,6 +65,7 @@ class Life:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     outputs: int = 0
     aborted: bool = False
+    trace: list[TraceEvent] = field(default_factory=list)
 
 
 class Run:
@@ -70,7 +79,8 @@ class Run:
         if random.random() < 0.3:
             self.machine.transient = {random.randrange(1, 60)}
         self.now = 1000.0
-        self.scheduler = Scheduler(config)
+        self.traced = random.random() < 0.7
+        self.scheduler = Scheduler(config, Tracer() if self.traced else None)
         self.core = EngineCore(self.scheduler, self.machine, clock=self.clock)
         self.oracle = ContentOracle(config)
         self.lives: dict[str, Life] = {}
@@ -123,6 +133,8 @@ class Run:
             "cache_salt": random.choice(["", "", "salt"]),
             "adapter": random.choice(["", "", "french"]),
             "suspect": random.random() < 0.05,
+            "tenant": random.choice(["", "crow", "heron"]),
+            "weight": random.choice([0.5, 1.0, 3.0]),
         }
         for _ in range(num):
             seed = len(self.lives)
@@ -206,6 +218,8 @@ class Run:
         wanted = expected.prompt_logprobs if first and output.new_ids else None
         assert output.prompt_logprobs == wanted, f"{id}: prompt_logprobs"
         self.check_cached(output, expected, first)
+        life.trace += output.trace
+        self.check_trace(output, life)
         if output.reason is not None:
             self.check_reason(output, life)
             self.ended.append(id)
@@ -220,6 +234,32 @@ class Run:
         self.sums["num_cached"] += cached
         self.sums["preempted"] += output.preemptions
         assert not (first and output.new_ids) or 1000 < output.scheduled_at <= self.now
+
+    def check_trace(self, output: SequenceOutput, life: Life) -> None:
+        """By the first token the events tell all of the prompt, once for each stay in a slot."""
+        assert self.traced or not output.trace
+        stays: list[list[TraceEvent]] = []
+        for event in life.trace:
+            assert 1000 < event.at <= self.now
+            if event.kind == "queue":
+                since, *waits = event.values
+                assert len(waits) == 1 + 2 * len(LACKS)
+                assert min(waits) >= 0
+                assert sum(waits[: 1 + len(LACKS)]) <= event.at - since + 1e-6
+                stays.append([])
+            elif stays:
+                stays[-1].append(event)
+        if not (self.traced and output.new_ids):
+            return
+        assert len(stays) == 1 + sum(e.kind == "preempted" for e in life.trace)
+        prefix = next(event for event in stays[0] if event.kind == "prefix")
+        assert 0 <= prefix.values[0] <= prefix.values[1] < len(life.expected.tokens)
+        chunks = [event.values for event in stays[-1] if event.kind == "chunk"]
+        ends = [start + length for start, length, *_ in chunks]
+        assert [start for start, *_ in chunks[1:]] == ends[:-1], "the chunks have gaps"
+        assert ends[-1] <= len(life.expected.request.prompt_ids) + 3 + len(life.new_ids)
+        if len(stays) == 1:
+            assert chunks[0][0] == prefix.values[0]
 
     def check_reason(self, output: SequenceOutput, life: Life) -> None:
         id, expected = output.id, life.expected

@@ -29,6 +29,10 @@ class AttentionNeed:
     device: str
     window: int = 0  # sliding window in tokens, 0 is none
     soft_cap: float = 0.0
+    sinks: bool = False  # each head may also attend to nothing, by a learned score
+    # Keys and values are stored divided by these; other than 1 only under an FP8 cache.
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 class AttentionBackend(Protocol):
@@ -46,9 +50,21 @@ class AttentionBackend(Protocol):
         """Work common to all layers of a step; the result is put into `batch.attn`."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal."""
+        """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal.
+
+        `sinks` f32[Q], given where `need.sinks` says so: a head's weights sum to 1 together with
+        the exponential of its sink, which weighs no value.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +75,7 @@ class HeadRules:
     query_norm: Tensor | None = None  # [D]
     key_norm: Tensor | None = None
     eps: float = 0.0  # of the norms
+    sinks: Tensor | None = None  # f32[Q], as in `AttentionBackend.forward`
 
 
 @runtime_checkable

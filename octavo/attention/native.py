@@ -51,6 +51,10 @@ class NativeAttention:
             return f"it runs on the CPU, not on {need.device}"
         if need.cache_dtype != need.dtype:
             return f"a cache of {need.cache_dtype} under activations of {need.dtype}"
+        if need.sinks:
+            return "no attention sinks"
+        if (need.key_scale, need.value_scale) != (1.0, 1.0):
+            return "no scales of keys and values"
         if need.head_dim % 16 or not 16 <= need.head_dim <= MAX_HEAD:
             return f"heads of {need.head_dim}: only multiples of 16 up to {MAX_HEAD}"
         if not 1 <= need.block_size <= MAX_BLOCK:
@@ -69,9 +73,18 @@ class NativeAttention:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal."""
+        assert sinks is None, "refused by `supports`"
         for tensor in (q, k, v):
             assert tensor.dtype == need.dtype, f"{tensor.dtype}, not {need.dtype}"
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

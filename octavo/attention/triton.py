@@ -79,6 +79,8 @@ class TritonAttention:
             return f"a cache of {need.cache_dtype} under activations of {need.dtype}"
         if need.cache_dtype in FP8 and need.dtype == torch.float32:
             return "an FP8 cache under activations of float32, only under bfloat16 and float16"
+        if need.sinks or (need.key_scale, need.value_scale) != (1.0, 1.0):
+            return "no sinks or scales yet"
         if need.head_dim % 16 or not 16 <= need.head_dim <= MAX_HEAD:
             return f"heads of {need.head_dim}: only multiples of 16 up to {MAX_HEAD}"
         if need.block_size not in (16, 32, 64, 128):
@@ -147,7 +149,15 @@ class TritonAttention:
         return TritonPlan(decodes, pieces, even, queries, tile_rows, tile)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal."""
         store(k, v, batch.slot_map, batch.kv.keys[layer], batch.kv.values[layer])

@@ -22,12 +22,13 @@ from octavo.models.spec import ModelSpec
 class Attention:
     """Grouped-query attention of one decoder block.
 
-    `query_norm` and `key_norm` are None in models without head norms.
+    `query_norm` and `key_norm` are None in models without head norms. Whoever fills the layer sets
+    `sinks` f32[Q] where the need has them, and the scales of an FP8 cache in `need`.
     """
 
     __slots__ = (
         *("_backend", "_fused", "_layer", "key_norm", "need", "output", "qkv", "query_norm"),
-        "rope",
+        *("rope", "sinks"),
     )
 
     def __init__(self, build: Build, spec: ModelSpec, rope: Rope, layer: int) -> None:
@@ -37,6 +38,7 @@ class Attention:
         self._layer = layer
         self.need = layer_need(build.need, spec, layer)
         self.rope = rope
+        self.sinks: Tensor | None = None
         self.qkv = QKV(
             build,
             spec.hidden_size,
@@ -62,13 +64,18 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.heads(q), self.key_norm.heads(k)
         q, k = self.rope(q, k, batch.positions)
-        return self.output(self._backend.forward(q, k, v, self._layer, self.need, batch))
+        attended = self._backend.forward(q, k, v, self._layer, self.need, batch, sinks=self.sinks)
+        return self.output(attended)
 
     def _rules(self) -> HeadRules:
         if self.query_norm is None or self.key_norm is None:
-            return HeadRules(self.rope.cos_sin)
+            return HeadRules(self.rope.cos_sin, sinks=self.sinks)
         return HeadRules(
-            self.rope.cos_sin, self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
+            self.rope.cos_sin,
+            self.query_norm.weight,
+            self.key_norm.weight,
+            self.query_norm.eps,
+            self.sinks,
         )
 
 

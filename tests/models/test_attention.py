@@ -41,6 +41,7 @@ class Case:
     fresh: tuple[Tensor, Tensor, Tensor]  # q, k, v of the new tokens
     keys: list[Tensor]  # a row: [kv_len, K, D]
     values: list[Tensor]
+    sinks: Tensor | None  # f32[Q]
 
 
 def make_case(
@@ -101,7 +102,8 @@ def make_case(
     k = torch.cat([k[span.start :] for k, span in zip(keys, spans, strict=True)])
     v = torch.cat([v[span.start :] for v, span in zip(values, spans, strict=True)])
     q = torch.randn(len(k), need.num_heads, need.head_dim).to(need.dtype)
-    return Case(batch_of(spans, decodes), (q, k, v), keys, values)
+    sinks = torch.randn(need.num_heads) * 2 if need.sinks else None
+    return Case(batch_of(spans, decodes), (q, k, v), keys, values, sinks)
 
 
 def plain_attention(case: Case, need: AttentionNeed) -> Tensor:
@@ -119,7 +121,10 @@ def plain_attention(case: Case, need: AttentionNeed) -> Tensor:
                 scores = key[low:stop, shared].double() @ query * need.scale
                 if need.soft_cap:
                     scores = torch.tanh(scores / need.soft_cap) * need.soft_cap
-                heads.append(scores.softmax(0) @ value[low:stop, shared].double())
+                if case.sinks is not None:
+                    scores = torch.cat([scores, case.sinks[head : head + 1].double()])
+                weights = scores.softmax(0)[: stop - low]
+                heads.append(weights @ value[low:stop, shared].double())
             rows.append(torch.cat(heads))
     return torch.stack(rows)
 
@@ -149,6 +154,8 @@ MIXED = [(1, 1), (40, 1), (9, 1), (17, 1), (5, 5), (30, 12), (33, 2)]
         {"window": 100},
         {"soft_cap": 0.5},
         {"soft_cap": 2.0, "window": 6},
+        {"sinks": True},
+        {"sinks": True, "soft_cap": 2.0, "window": 6},
     ],
     ids=str,
 )
@@ -162,7 +169,7 @@ def test_sdpa_equals_plain_attention(change: dict[str, float], dtype: torch.dtyp
 def check(need: AttentionNeed, backend: AttentionBackend, lengths: list[tuple[int, int]]) -> None:
     assert backend.supports(need) is None
     case = make_case(need, backend, lengths)
-    found = backend.forward(*case.fresh, 0, need, case.batch)
+    found = backend.forward(*case.fresh, 0, need, case.batch, sinks=case.sinks)
     assert found.dtype == need.dtype
     expected = plain_attention(case, need)
     torch.testing.assert_close(
@@ -196,10 +203,28 @@ def test_cache_of_another_type() -> None:
     torch.testing.assert_close(found.double(), plain_attention(case, need), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cache_of_bytes_has_scales(cache: torch.dtype) -> None:
+    """Stored divided by the scale, used times it; beyond the largest number is the largest."""
+    seeded()
+    need = replace(NEED, cache_dtype=cache, key_scale=0.5, value_scale=0.003)
+    case = make_case(need, SdpaAttention(), MIXED)
+
+    def rounded(cells: list[Tensor], scale: float) -> list[Tensor]:
+        largest = torch.finfo(cache).max
+        return [(x / scale).clamp(-largest, largest).to(cache).float() * scale for x in cells]
+
+    case.keys = rounded(case.keys, need.key_scale)
+    case.values = rounded(case.values, need.value_scale)
+    found = SdpaAttention().forward(*case.fresh, 0, need, case.batch)
+    torch.testing.assert_close(found.double(), plain_attention(case, need), rtol=1e-5, atol=1e-5)
+
+
 def test_what_sdpa_refuses() -> None:
-    refused = SdpaAttention().supports(replace(NEED, cache_dtype=torch.float8_e4m3fn))
+    refused = SdpaAttention().supports(replace(NEED, cache_dtype=torch.int8))
     assert refused is not None
-    assert "float8_e4m3fn" in refused
+    assert "int8" in refused
+    assert SdpaAttention().supports(replace(NEED, key_scale=2.0)) is not None
     assert SdpaAttention().supports(replace(NEED, num_kv_heads=4)) is not None
 
 

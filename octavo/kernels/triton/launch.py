@@ -21,6 +21,7 @@ class Gpu:
 
     pdl: bool  # programmatic dependent launch can be used
     processors: int  # streaming multiprocessors
+    hopper: bool = False  # compute capability 9: its tensor cores read shared memory as wgmma does
 
 
 @lru_cache(maxsize=16)
@@ -29,7 +30,7 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return Gpu(pdl=False, processors=4)
     found = torch.cuda.get_device_properties(device)
-    return Gpu(pdl=found.major >= 9, processors=found.multi_processor_count)
+    return Gpu(found.major >= 9, found.multi_processor_count, hopper=found.major == 9)
 
 
 def pdl(device: torch.device) -> dict[str, bool]:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -108,7 +108,26 @@ def to_record(body: Mapping[str, Any], kind: type[Record]) -> Record:
         field = re.split(r"[.\[]", path)[0] or None
         if field is None and (missing := re.search(r"missing required field `(\w+)`", reason)):
             field = missing.group(1)
-        raise InvalidRequest(f"{path or 'Request body'}: {reason}.", field) from None
+        where = _with_value(path, body) if path else "Request body"
+        hint = _choices(kind, path) if reason.startswith("Invalid enum") else ""
+        raise InvalidRequest(f"{where}: {reason}{hint}.", field) from None
+
+
+def _with_value(path: str, body: Mapping[str, Any]) -> str:
+    """`max_tokens = "5"`: a field and the value that it has, where that is short."""
+    value = body.get(path)
+    if isinstance(value, (list, dict)) or path not in body:
+        return path
+    return f"{path} = {shorten(msgspec.json.encode(value).decode(), 40)}"
+
+
+def _choices(kind: type[msgspec.Struct], path: str) -> str:
+    """What a field that takes one of a few texts may be."""
+    for known in msgspec.structs.fields(kind):
+        if known.name == path:
+            words = [w for part in get_args(known.type) for w in get_args(part)]
+            return f"; use one of {', '.join(map(str, words))}" if words else ""
+    return ""
 
 
 def check_names(
@@ -119,7 +138,7 @@ def check_names(
     unknown = (name for name in body if name not in known)
     if strict:
         for name in unknown:  # the first one is enough
-            near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.6)
+            near = difflib.get_close_matches(name[:64], field_names(kind), n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else "GET /docs lists all fields."
             raise InvalidRequest(f"{shorten(name)} is not a known field; {hint}", shorten(name))
     return [shorten(name) for name in unknown]

@@ -28,6 +28,7 @@ from octavo.server.run import Listen
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
 from octavo.supervisor import CORE_PROGRAM, Supervisor
+from octavo.text.pool import EncoderPool
 from octavo.text_engine import Admission, TextEngine
 from octavo.types import WorkerInfo
 
@@ -79,11 +80,16 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         closing = asyncio.Event()
         http = asyncio.create_task(_listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
+        pool = EncoderPool(frontend.tokenizer)
+        frontend.tokenizer.send_long_texts(pool.encode)
+        preparing = asyncio.create_task(asyncio.to_thread(pool.prepare))
         try:
             return await _until_end(launch, engine, supervisor, http)
         finally:
             closing.set()
             ready.cancel()
+            await preparing
+            await pool.close()
             with contextlib.suppress(OctavoError):
                 await http
     finally:
@@ -180,6 +186,9 @@ def _settings(args: ServerArgs) -> ServerSettings:
         default_chat_template_kwargs=tuple(args.default_chat_template_kwargs.items()),
         force_include_usage=args.enable_force_include_usage,
         response_role=args.response_role,
+        enable_auto_tool_choice=args.enable_auto_tool_choice,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         max_body_bytes=args.max_body_bytes,
         keep_alive_interval=args.sse_keep_alive_interval,
     )

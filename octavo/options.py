@@ -370,6 +370,26 @@ class ServerArgs(Record):
         False, "let a request bring its own chat template", group="Requests"
     )
     response_role: str = option("assistant", "role of answers", group="Requests")
+    enable_auto_tool_choice: bool = option(
+        False, "let the model decide whether to call tools (tool_choice auto)", group="Requests"
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes calls of tools; auto reads it off the chat template",
+        kind="str",
+        choices=(
+            *("auto", "hermes", "qwen", "qwen3_xml", "qwen3_coder", "llama3_json", "mistral"),
+            *("deepseek_v3", "deepseek_v31"),
+        ),
+        group="Requests",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "how the model writes its thoughts, which then are told from the answer",
+        kind="str",
+        choices=("auto", "deepseek_r1", "qwen3"),
+        group="Requests",
+    )
     strict_fields: bool = option(
         True, "refuse unknown fields in requests with the nearest known name", group="Requests"
     )
@@ -389,29 +409,6 @@ class ServerArgs(Record):
         group="Requests",
         only=(True,),
         remedy="request ids are always sent; leave it out.",
-    )
-    enable_auto_tool_choice: bool = option(
-        False,
-        "not in this build",
-        group="Requests",
-        only=(False,),
-        remedy="tool calls are not parsed yet; leave it out.",
-    )
-    tool_call_parser: str | None = option(
-        None,
-        "not in this build",
-        kind="str",
-        group="Requests",
-        only=(),
-        remedy="tool calls are not parsed yet; leave it out.",
-    )
-    reasoning_parser: str | None = option(
-        None,
-        "not in this build",
-        kind="str",
-        group="Requests",
-        only=(),
-        remedy="reasoning is not parsed yet; leave it out.",
     )
 
     enable_server_load_tracking: bool = option(

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer import Call, begin, finish, head, read_request
+from octavo.server.calls import Message, ReadChunks, read_message
 from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.context import Serving, serving_of
 from octavo.server.errors import json_response, named_as_sent
@@ -24,7 +25,8 @@ from octavo.server.generation import (
     sampling_params,
 )
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs_body
-from octavo.server.prompts import Prompt, chat_prompt, truncate
+from octavo.server.prompts import Prompt, chat_prompt, chosen_template, truncate
+from octavo.server.reading import Plan, Wishes, apply, plan
 from octavo.server.refusals import CHAT_REFUSED
 from octavo.server.schema import ChatRequest
 from octavo.server.stream import stream, whole
@@ -36,18 +38,35 @@ async def chat_completions(request: Request) -> Response:
     serving = serving_of(request)
     body, ignored = await read_request(request, serving, ChatRequest, CHAT_REFUSED)
     call = begin(request, serving, body, ignored, "chatcmpl")
+    template = chosen_template(serving, body.chat_template)
+    reading = plan(serving, wishes(body), template)
     with named_as_sent(sent_names(body)):
         params = chat_params(serving, body)
-    prompt = await chat_prompt(serving, body)
+    prompt = await chat_prompt(serving, body, template, reading)
+    reading = reading.after(prompt.text or "", prompt.continued)
     prompt = Prompt(truncate(serving, prompt.ids, body, params.max_tokens), prompt.text)
     with named_as_sent(sent_names(body)):
         check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
+        apply(reading, params, serving.engine.tokenizer)
     job = call.job([prompt], params)
     if body.stream:
-        return await stream(request, call, job, ChatChunks(call, body, job))
+        chunks = (
+            ReadChunks(call, body, job, reading) if reading.reads else ChatChunks(call, body, job)
+        )
+        return await stream(request, call, job, chunks)
     choices, usage = await whole(request, call, job)
-    answer = chat_body(call, body, job, choices=choices, usage=usage)
+    answer = chat_body(call, body, job, reading, choices=choices, usage=usage)
     return finish(json_response(answer), call)
+
+
+def wishes(body: ChatRequest) -> Wishes:
+    """What a chat request asks of tools and reasoning."""
+    return Wishes(
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        include_reasoning=body.include_reasoning,
+    )
 
 
 def sent_names(body: ChatRequest) -> dict[str, str]:
@@ -55,6 +74,8 @@ def sent_names(body: ChatRequest) -> dict[str, str]:
     names = {"logprobs": "top_logprobs"} if body.logprobs else {}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
+    if body.tools:
+        names["structural_tag"] = names["structured_outputs"] = "tools"
     return names
 
 
@@ -79,13 +100,24 @@ def chat_params(serving: Serving, body: ChatRequest) -> SamplingParams:
 
 
 def chat_body(
-    call: Call, body: ChatRequest, job: Job, *, choices: list[Choice], usage: Usage
+    call: Call,
+    body: ChatRequest,
+    job: Job,
+    reading: Plan,
+    *,
+    choices: list[Choice],
+    usage: Usage,
 ) -> dict[str, Any]:
     """The whole answer."""
+    role = call.serving.settings.response_role
+    messages = [read_message(reading, role, choice) for choice in choices]
+    if reading.reasoning is not None:
+        usage.reasoning_tokens = sum(message.thought for message in messages)
     answer: dict[str, Any] = {
         **head(call, "chat.completion"),
         "choices": [
-            _choice_body(call, body, index, choice) for index, choice in enumerate(choices)
+            _choice_body(body, index, choice, message)
+            for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
         ],
         "usage": usage.body(),
     }
@@ -96,17 +128,13 @@ def chat_body(
     return answer
 
 
-def _choice_body(call: Call, body: ChatRequest, index: int, choice: Choice) -> dict[str, Any]:
+def _choice_body(body: ChatRequest, index: int, choice: Choice, message: Message) -> dict[str, Any]:
     as_ids = bool(body.return_tokens_as_token_ids)
     made: dict[str, Any] = {
         "index": index,
-        "message": {
-            "role": call.serving.settings.response_role,
-            "content": "".join(choice.texts),
-            "refusal": None,
-        },
+        "message": message.body,
         "logprobs": chat_logprobs(choice.logprobs, as_ids=as_ids) if body.logprobs else None,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": message.finish_reason,
         "stop_reason": choice.stop_reason,
     }
     if body.return_token_ids:

@@ -46,13 +46,21 @@ class Frame:
         usage = b',"usage":' + encode(self._counter.usage.body()) if self._usage_each else b""
         return b"".join((self._prefix, b"%d" % index, *parts, usage, b"}\n\n"))
 
-    def tail(self, delta: Delta) -> list[bytes]:
-        """The last parts of an event with news: token ids if wanted, and why the choice ended."""
+    def thought(self, tokens: int) -> None:
+        """So many of the tokens that were counted are reasoning."""
+        usage = self._counter.usage
+        usage.reasoning_tokens = (usage.reasoning_tokens or 0) + tokens
+
+    def tail(self, delta: Delta, reason: str | None = None) -> list[bytes]:
+        """The last parts of an event with news: token ids if wanted, and why the choice ended.
+
+        `reason` is said in place of the delta's own.
+        """
         parts = [b',"token_ids":', encode(delta.token_ids)] if self._ids else []
         if delta.finish_reason is None:
             parts.append(UNFINISHED)
         else:
-            parts += (b',"finish_reason":', encode(delta.finish_reason))
+            parts += (b',"finish_reason":', encode(reason or delta.finish_reason))
             parts += (b',"stop_reason":', encode(delta.stop_reason), b"}]")
         return parts
 

@@ -76,6 +76,7 @@ class Choice:
     """One choice, as far as it has come."""
 
     texts: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # tokens that came with each text
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -85,6 +86,7 @@ class Choice:
     def add(self, delta: Delta) -> None:
         """Take what is new."""
         self.texts.append(delta.text)
+        self.sizes.append(len(delta.token_ids))
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.prompt_logprobs is not None:
@@ -101,15 +103,19 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None where thought is not told from the answer
 
     def body(self) -> dict[str, object]:
         """As the API shows it."""
-        return {
+        shown: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            shown["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return shown
 
 
 class Counter:

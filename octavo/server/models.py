@@ -8,8 +8,9 @@ from starlette.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.server.body import read_record, unhurried
 from octavo.server.context import Serving, serving_of
-from octavo.server.errors import json_response
-from octavo.server.prompts import chat_prompt, checked_ids
+from octavo.server.errors import json_list, json_response
+from octavo.server.prompts import chat_prompt, checked_ids, chosen_template
+from octavo.server.reading import Wishes, plan
 from octavo.server.schema import DetokenizeRequest, TokenizeRequest
 
 MAX_IDS = 2**20  # of one /detokenize, or shown as texts by one /tokenize
@@ -44,9 +45,11 @@ async def tokenize(request: Request) -> Response:
     tokenizer = serving.engine.tokenizer
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = await tokenizer.encode_async(body.prompt, special)
+        ids = await tokenizer.encode_packed(body.prompt, special)
     else:
-        ids = (await chat_prompt(serving, body)).ids
+        template = chosen_template(serving, body.chat_template)
+        shown = plan(serving, Wishes(tools=body.tools, tool_choice="none"), template)
+        ids = (await chat_prompt(serving, body, template, shown)).ids
     if body.return_token_strs and len(ids) > MAX_IDS:
         raise InvalidRequest(
             f"return_token_strs: the text has {len(ids)} tokens; at most {MAX_IDS} are shown.",
@@ -55,12 +58,12 @@ async def tokenize(request: Request) -> Response:
     answer: dict[str, object] = {
         "count": len(ids),
         "max_model_len": serving.engine.limits.max_model_len,
-        "tokens": ids,
     }
 
     def work() -> Response:
+        answer["tokens"] = json_list(ids)
         if body.return_token_strs:
-            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+            answer["token_strs"] = json_list([tokenizer.token_text(token) for token in ids])
         return json_response(answer)
 
     return await unhurried(work, large=len(ids) >= THREAD_FROM)

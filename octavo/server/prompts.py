@@ -14,9 +14,11 @@ from octavo.errors import ConfigError, InvalidRequest
 from octavo.prompts import check_length
 from octavo.server.body import unhurried
 from octavo.server.context import Serving
+from octavo.server.reading import Plan
 from octavo.server.schema import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from octavo.text.chat import ChatTemplate, validate_messages
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tools.fallback import describe_tools
 
 THREAD_FROM = 32 * 1024  # characters of messages that are checked and rendered in a thread
 ANSWER_ROOM = 1024  # tokens that truncation leaves for an answer of no stated length, at most
@@ -29,6 +31,7 @@ class Prompt:
 
     ids: list[int]
     text: str | None = None
+    continued: str | None = None  # the message that the answer goes on with
 
 
 async def completion_prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]:
@@ -92,8 +95,13 @@ def checked_ids(ids: list[Any], vocab_size: int, name: str) -> list[int]:
     return ids
 
 
-async def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) -> Prompt:
-    """The rendered conversation of a request. Raises InvalidRequest."""
+async def chat_prompt(
+    serving: Serving,
+    request: ChatRequest | TokenizeRequest,
+    template: ChatTemplate,
+    plan: Plan,
+) -> Prompt:
+    """The rendered conversation of a request, with its tools. Raises InvalidRequest."""
     large = _size(request.messages or []) >= THREAD_FROM
     lenient = not serving.settings.strict_fields
     messages = await unhurried(
@@ -103,7 +111,8 @@ async def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) 
         at_least = serving.engine.tokenizer.at_least
         least = sum(at_least(message["content"]) for message in messages)
         _refuse_hopeless(serving, least, "messages")
-    template = chosen_template(serving, request.chat_template)
+    if plan.describes:
+        messages = describe_tools(messages, plan.tools)
     arguments = dict(serving.settings.default_chat_template_kwargs)
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
         if "reasoning_effort" not in template.variables:
@@ -123,6 +132,7 @@ async def chat_prompt(serving: Serving, request: ChatRequest | TokenizeRequest) 
         serving.engine.tokenizer,
         messages,
         arguments=arguments,
+        tools=None if plan.describes else [tool.shown for tool in plan.tools],
         opens=opens,
         continues=continues,
     )
@@ -193,6 +203,7 @@ def _render(
     messages: list[dict[str, Any]],
     *,
     arguments: dict[str, object],
+    tools: list[dict[str, Any]] | None,
     opens: bool,
     continues: bool,
 ) -> Prompt:
@@ -200,10 +211,11 @@ def _render(
         messages,
         add_generation_prompt=opens,
         continue_final_message=continues,
-        tools=None,
+        tools=tools,
         kwargs=arguments,
     )
-    return Prompt(template.encode(rendered, tokenizer), rendered.text)
+    continued = messages[-1]["content"] if continues else None
+    return Prompt(template.encode(rendered, tokenizer), rendered.text, continued)
 
 
 def _refuse_hopeless(serving: Serving, least: int, name: str) -> None:

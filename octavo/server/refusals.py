@@ -13,7 +13,6 @@ from octavo.errors import InvalidRequest
 
 _STRUCTURED = "constrained output is not built yet; leave it out and check the answer yourself"
 _OLD_GUIDED = "it was replaced by structured_outputs, and " + _STRUCTURED
-_TOOLS = "tool calls are not built yet; leave it out"
 _TEXT_ONLY = "this model takes and gives text only; leave it out"
 
 # name: (values that ask for nothing, what to do about any other)
@@ -52,10 +51,8 @@ _COMMON: Refusals = {
     "lora_path": ((), "adapters are not supported yet; leave it out"),
 }
 _CHAT: Refusals = {
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
     "documents": (([],), "put documents into the messages"),
     "audio": ((), _TEXT_ONLY),
     "modalities": ((["text"],), _TEXT_ONLY),

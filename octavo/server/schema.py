@@ -98,6 +98,13 @@ class ChatRequest(Generation, kw_only=True):
         str | None, Meta(description="handed to the chat template as an argument")
     ] = None
     include_reasoning: bool | None = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, Meta(description="functions that the model may call")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(description='none, auto, required, or {"type": "function", "function": {"name"}}'),
+    ] = None
     parallel_tool_calls: bool | None = None
     prediction: Any = None  # a hint for speed, which may be passed over
 
@@ -125,6 +132,7 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):

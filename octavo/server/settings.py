@@ -24,6 +24,9 @@ class ServerSettings:
     default_chat_template_kwargs: tuple[tuple[str, object], ...] = ()
     force_include_usage: bool = False  # usage at the end of every stream
     response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str = "auto"  # of `text/tools/choose.py`
+    reasoning_parser: str | None = None  # of `text/reasoning.py`
     max_body_bytes: int = 32 * MIB
     max_sequences: int = 1024  # prompts times n of one request
     max_stop_strings: int = 4

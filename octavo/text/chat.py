@@ -64,6 +64,7 @@ class ChatTemplate:
     ) -> None:
         """`source` None is a model without a template: every `render` is refused."""
         self.name = name
+        self.source = source or ""
         self._tokenizer = tokenizer
         self._template: jinja2.Template | None = None
         self.variables: frozenset[str] = frozenset()

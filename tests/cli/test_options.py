@@ -88,7 +88,7 @@ def test_an_argument_equal_to_the_default_still_wins(monkeypatch: pytest.MonkeyP
         (lambda: EngineArgs(enable_lora=True), ("enable_lora=True", "LoRA")),
         (lambda: EngineArgs(model=None), ("model=None", "type str")),
         (lambda: ServerArgs(port=70000), ("port=70000", "65535")),
-        (lambda: ServerArgs(enable_auto_tool_choice=True), ("enable_auto_tool_choice", "yet")),
+        (lambda: ServerArgs(tool_call_parser="x"), ("tool_call_parser", "hermes")),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_option_value_and_remedy(

@@ -348,7 +348,7 @@ def _bias(value: object) -> dict[int, float]:
         if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
             token = int(key)
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-            _refuse("logit_bias", key, "its keys are token ids, whole numbers from 0")
+            _refuse("logit_bias", key, "use token ids, whole numbers from 0, as keys")
         try:
             found[token] = _number("logit_bias", bias, (-100.0, 100.0, True))
         except InvalidRequest as error:

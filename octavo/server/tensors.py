@@ -175,7 +175,9 @@ def _from_json(item: InputTensor, count: int) -> list[Any]:
     for value in values:
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             raise InvalidRequest(
-                f"inputs: {shorten(item.name)} holds a value that is no {item.datatype}.", "inputs"
+                f"inputs: {shorten(item.name)} holds a value that is no {item.datatype}; send "
+                "values of its datatype only.",
+                "inputs",
             )
     _check_number(item, len(values), count)
     return values
@@ -186,7 +188,9 @@ def _binary_size(item: InputTensor, left: int) -> int:
     size = item.parameters.get("binary_data_size")
     if type(size) is not int:
         raise InvalidRequest(
-            f"inputs: {name} has neither data nor the parameter binary_data_size.", "inputs"
+            f"inputs: {name} has neither data nor the parameter binary_data_size; give one of "
+            "them.",
+            "inputs",
         )
     if not 0 <= size <= left:
         raise InvalidRequest(
@@ -237,7 +241,7 @@ def _check_number(item: InputTensor, number: int, count: int) -> None:
     if number != count:
         raise InvalidRequest(
             f"inputs: {shorten(item.name)} of shape {item.shape} needs {count} elements and has "
-            f"{number}.",
+            f"{number}; send as many as its shape says.",
             "inputs",
         )
 

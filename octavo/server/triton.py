@@ -229,7 +229,11 @@ def _sampling_parameters(layers: list[dict[str, Any]]) -> dict[str, Any]:
     for layer in layers:
         value = layer.pop("sampling_parameters", None)
         if isinstance(value, str):
-            value = parse_object(value.encode()) if value.strip() else {}
+            try:
+                value = parse_object(value.encode()) if value.strip() else {}
+            except InvalidRequest as error:
+                where = "sampling_parameters"
+                raise InvalidRequest(f"{where} must be JSON: {error.message}", where) from None
         found.update(_object(value, "sampling_parameters"))
     return found
 

@@ -38,7 +38,7 @@ RAMP = 0.2  # share of each end of a run that is left out of the CPU figure
 # The fake core
 
 
-def fake_core(rate: float, logprobs: int) -> int:
+def fake_core(rate: float, logprobs: int, context: int) -> int:
     """Serves as the engine core's process does, without a model; settings on standard input."""
     from octavo.core import CoreSettings
     from octavo.engine.process import run
@@ -47,7 +47,7 @@ def fake_core(rate: float, logprobs: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
-    info = WorkerInfo(4096, 16, 8192, 49152, "none", "none", 0, 0)
+    info = WorkerInfo(2**16, 16, context, 49152, "none", "none", 0, 0)
     core = FakeCore(rate, logprobs)
     return run(settings.addresses, settings.parent, lambda report: (core, info))  # type: ignore
 
@@ -115,6 +115,7 @@ def server(args: argparse.Namespace) -> int:
     http = ServerArgs(host="127.0.0.1", port=0, served_model_name=["m"], **more)
     core = [sys.executable, __file__, "--model", args.model, "--role", "core"]
     core += ["--rate", str(args.rate), "--logprobs", str(args.logprobs)]
+    core += ["--context", str(args.context)]
     if not args.profile:
         return launch.serve(engine, http, program=tuple(core))
     profile = cProfile.Profile()
@@ -308,13 +309,14 @@ def main() -> int:
     parser.add_argument("--route", choices=("chat", "completions"), default="chat")
     parser.add_argument("--logprobs", type=int, default=0)
     parser.add_argument("--api-server-count", type=int, default=1)
+    parser.add_argument("--context", type=int, default=8192, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--profile", help="file for cProfile's figures of the server")
     parser.add_argument("--role", choices=("server", "client", "core"), help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "core":
-        return fake_core(args.rate, args.logprobs)
+        return fake_core(args.rate, args.logprobs, args.context)
     if args.role == "server":
         return server(args)
     if args.role == "client":

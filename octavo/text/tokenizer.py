@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from array import array
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import tokenizers
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 # Texts of this many characters and more are encoded in a thread, with the interpreter free.
 THREAD_FROM = 8192
+# And texts of this many in another process, where there is one: see `pool.py`.
+PROCESS_FROM = 2**20
+_PART = 2**16  # ids that are made a list at a time, about a millisecond
 
 _SPACE_MARK = "\u2581"  # how SentencePiece writes a space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -94,6 +98,7 @@ class Tokenizer:
         words = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._plain: dict[bool, tokenizers.Tokenizer] = {}
+        self._elsewhere: Callable[[str], Awaitable[array[int]]] | None = None
         eats = any(info.lstrip or info.rstrip for _, info in self._specials.values())
         self._reach = 0 if eats else _reach(backend, self.bytes_table, kind)
 
@@ -133,9 +138,26 @@ class Tokenizer:
 
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode`; a long text does not hold up the event loop."""
+        ids = await self.encode_packed(text, add_special_tokens)
+        return ids if isinstance(ids, list) else await asyncio.to_thread(_as_list, ids)
+
+    async def encode_packed(
+        self, text: str, add_special_tokens: bool = True
+    ) -> list[int] | array[int]:
+        """As `encode_async`, but millions of ids stay packed: a list of them is slow to free."""
         if len(text) < THREAD_FROM:
             return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+        if self._elsewhere is None or len(text) < PROCESS_FROM:
+            return await asyncio.to_thread(self.encode, text, add_special_tokens)
+        await asyncio.to_thread(_check_text, text)
+        packed = await self._elsewhere(text)
+        if add_special_tokens and self.add_bos and packed[:1].tolist() != [self.bos_id]:
+            packed.insert(0, self.bos_id or 0)
+        return packed
+
+    def send_long_texts(self, encode: Callable[[str], Awaitable[array[int]]]) -> None:
+        """From now on `encode_async` has the longest texts encoded by `encode`, as packed ids."""
+        self._elsewhere = encode
 
     def encode_plain(self, text: str, *, inside: bool = False) -> list[int]:
         """Token ids of a text in which nothing is special: `<|end|>` stays these seven letters.
@@ -250,6 +272,14 @@ def _check_text(text: str) -> None:
             f"The text has half a surrogate pair at character {error.start}; send whole "
             "characters, as UTF-8 or as a pair of escapes."
         ) from None
+
+
+def _as_list(packed: array[int]) -> list[int]:
+    """In parts, between which other threads have their turn."""
+    ids: list[int] = []
+    for start in range(0, len(packed), _PART):
+        ids += packed[start : start + _PART]
+    return ids
 
 
 def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:

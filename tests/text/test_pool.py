@@ -1,0 +1,86 @@
+"""Very long texts are encoded in other processes, to the same ids."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+
+import pytest
+
+from octavo.errors import RequestFailed
+from octavo.text.pool import EncoderPool
+from octavo.text.tokenizer import PROCESS_FROM
+from tests.text.samples import CORPUS, chat_tokenizer
+
+
+def long_text(size: int) -> str:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    dice = random.Random(seed)
+    parts = [*CORPUS, "\0", "🦉👩‍🚀", "  ", "\r\n", "<|im_end|>"]
+    made = "".join(dice.choices(parts, k=size // 20))
+    return (made * (size // len(made) + 1))[:size]
+
+
+async def test_ids_are_those_of_the_tokenizer() -> None:
+    tokenizer = chat_tokenizer(add_bos=True)
+    pool = EncoderPool(tokenizer)
+    try:
+        texts = ["", "a", long_text(200_000), long_text(5000)]
+        found = await asyncio.gather(*map(pool.encode, texts))
+        for text, ids in zip(texts, found, strict=True):
+            assert ids.tolist() == tokenizer.encode(text, False)
+        assert 1 <= pool.num_processes <= 2
+    finally:
+        await pool.close()
+    assert pool.num_processes == 0
+
+
+async def test_only_the_longest_texts_go_there() -> None:
+    tokenizer = chat_tokenizer(add_bos=True)
+    asked = []
+
+    async def elsewhere(text: str) -> array[int]:
+        asked.append(text)
+        return array("i", tokenizer.encode(text, False))
+
+    tokenizer.send_long_texts(elsewhere)
+    short, long = long_text(20_000), long_text(PROCESS_FROM)
+    for special in (True, False):
+        for text in (short, long, "<|im_start|>" + long):
+            assert await tokenizer.encode_async(text, special) == tokenizer.encode(text, special)
+    assert asked == [long, "<|im_start|>" + long] * 2
+    assert isinstance(await tokenizer.encode_packed(long), array)
+
+
+async def test_a_lost_process_fails_one_text() -> None:
+    tokenizer = chat_tokenizer()
+    pool = EncoderPool(tokenizer, processes=1)
+    try:
+        assert (await pool.encode("ab")).tolist() == tokenizer.encode("ab")
+        for process in pool._all:
+            process.kill()
+        with pytest.raises(RequestFailed):
+            await pool.encode("ab")
+        assert (await pool.encode("ab")).tolist() == tokenizer.encode("ab")
+        task = asyncio.create_task(pool.encode(long_text(300_000)))
+        await asyncio.sleep(0.05)
+        task.cancel()  # what it would still have answered is not taken for another's ids
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await pool.encode("abc")).tolist() == tokenizer.encode("abc")
+    finally:
+        await pool.close()
+
+
+async def test_processes_without_work_end() -> None:
+    pool = EncoderPool(chat_tokenizer(), idle_seconds=0.05)
+    try:
+        await pool.encode("a")
+        assert pool.num_processes == 1
+        while pool.num_processes:
+            await asyncio.sleep(0.01)
+        assert len(await pool.encode("a")) == 1
+    finally:
+        await pool.close()

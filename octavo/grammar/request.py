@@ -64,6 +64,16 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
 
 
+class Preamble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Free text that comes before the form, up to `end` and a few line breaks.
+
+    With `begin` it may be left out, and is there only if the answer begins so.
+    """
+
+    end: str
+    begin: str = ""
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of an answer; exactly one of the first six is set.
 
@@ -79,6 +89,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_any_whitespace: bool = False  # JSON without any white space between its tokens
     disable_additional_properties: bool = False  # objects have no properties but those named
     whitespace_pattern: str | None = None
+    preamble: Preamble | None = None  # set by the server, for the thoughts of a model
 
     def __post_init__(self) -> None:
         self.verify()
@@ -95,6 +106,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequest(
                 f"{PARAM} has {found} of {', '.join(names)}; set exactly one.", PARAM
             )
+        if self.preamble is not None and not isinstance(self.preamble, Preamble):
+            _refuse("preamble", "it is not set by callers; leave it out")
         if self.whitespace_pattern is not None:
             _refuse(
                 "whitespace_pattern",
@@ -132,6 +145,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
                 _refuse("choice", "a choice is empty; each needs at least one character")
         if sum(map(len, choice)) > MAX_TEXT:
             _refuse("choice", f"its texts have more than {MAX_TEXT} characters together")
+
+
+class Form(msgspec.Struct, frozen=True):
+    """What was made of a demand: the text of a grammar that has been compiled and tried."""
+
+    text: str
+    json: bool = False  # all of the answer is JSON
 
 
 StructuredOutputsParams = StructuredOutputs  # its name in other engines

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from octavo.errors import InvalidRequest
-from octavo.grammar.request import StructuralTag, StructuredOutputs, Tag
+from octavo.grammar.request import Preamble, StructuralTag, StructuredOutputs, Tag
 from octavo.sampling_params import SamplingParams
 from octavo.server.context import Serving
 from octavo.server.settings import ServerSettings
@@ -69,8 +71,18 @@ class Plan:
     def form(self, wanted: StructuredOutputs | None) -> StructuredOutputs | None:
         """The form of the answer: calls that are forced, and the one that the caller `wanted`.
 
-        Raises InvalidRequest if both cannot hold.
+        It holds for what comes after the model's thought. Raises InvalidRequest if both cannot
+        hold.
         """
+        form = self._answer_form(wanted)
+        thought = self.reasoning
+        if form is None or thought is None or self.place == "answer":
+            return form
+        begin = thought.open if self.place == "open" else ""
+        preamble = Preamble(end=thought.close, begin=begin)
+        return msgspec.structs.replace(form, preamble=preamble)
+
+    def _answer_form(self, wanted: StructuredOutputs | None) -> StructuredOutputs | None:
         if self.family is None or self.choice.mode == "none":
             return wanted
         if self.choice.forced:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.async_engine import AsyncLLMEngine
     from octavo.grammar.request import StructuredOutputs
     from octavo.llm import LLM
+    from octavo.llm_engine import LLMEngine
     from octavo.options import AsyncEngineArgs, EngineArgs
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.prompts import TextPrompt, TokensPrompt
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "octavo.llm",
+    "LLMEngine": "octavo.llm_engine",
     "AsyncLLMEngine": "octavo.async_engine",
     "AsyncEngineArgs": "octavo.options",
     "EngineArgs": "octavo.options",
@@ -39,6 +41,7 @@ __all__ = [
     "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
+    "LLMEngine",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",

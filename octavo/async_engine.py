@@ -10,9 +10,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from typing import Any
 
 from octavo.collect import OutputCollector
 from octavo.errors import ConfigError, EngineDead, InvalidRequest
+from octavo.foreign import ASYNC_ENGINE_ABSENT, absent_method, refuse_kwargs, refuse_lora
 from octavo.frontend import Frontend
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs
@@ -55,6 +57,10 @@ class AsyncLLMEngine:
             raise ConfigError("stat_loggers: not offered; read the metrics.", "stat_loggers")
         return cls(engine_args)
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, which says what to do instead of a method that others have."""
+        raise absent_method("AsyncLLMEngine", name, ASYNC_ENGINE_ABSENT)
+
     @property
     def is_running(self) -> bool:
         """True between the first request and the end."""
@@ -96,15 +102,26 @@ class AsyncLLMEngine:
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        prompt_text: str | None = None,
         lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: object = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as `sampling_params.output_kind` says; the last is `finished`.
 
-        Closing the generator aborts the request.
+        Closing the generator aborts the request. `prompt_text` is the text of a prompt that comes
+        as ids; `trace_headers` and `session_id` change nothing.
         """
-        if lora_request is not None:
-            raise InvalidRequest("lora_request: LoRA adapters are not built in.", "lora_request")
+        refuse_lora(lora_request)
+        refuse_kwargs(tokenization_kwargs=tokenization_kwargs)
+        if data_parallel_rank:
+            raise InvalidRequest(
+                f"data_parallel_rank = {data_parallel_rank!r}: there is one engine; use 0.",
+                "data_parallel_rank",
+            )
         if not isinstance(request_id, str):
             raise InvalidRequest(f"request_id = {request_id!r} must be a text.", "request_id")
         sampling_params.verify()  # a record can be changed after it was made
@@ -114,7 +131,8 @@ class AsyncLLMEngine:
         limits = engine.limits
         sampling_params.check_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
         check_length(len(encoded.ids), limits.max_model_len, None)
-        collector = OutputCollector(request_id, encoded.text, encoded.ids, sampling_params)
+        text = prompt_text if encoded.text is None else encoded.text
+        collector = OutputCollector(request_id, text, encoded.ids, sampling_params)
         deltas = engine.generate(
             encoded.ids,
             sampling_params,

@@ -5,7 +5,11 @@ Used by `LLM` and `AsyncLLMEngine`. Not for: HTTP bodies, which `server/` makes.
 
 from __future__ import annotations
 
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+import time
+from collections.abc import Iterable
+
+from octavo.obs.stats import RequestTimes
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.text.assembler import Delta, TokenLogprob
 
@@ -25,6 +29,7 @@ class OutputCollector:
         self._choices = [_empty(index, params) for index in range(params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached = 0
+        self._times: dict[int, RequestTimes] = {}  # by choice
 
     @property
     def finished(self) -> bool:
@@ -53,6 +58,8 @@ class OutputCollector:
                 for p in delta.prompt_logprobs
             ]
         self._num_cached = max(self._num_cached, delta.num_cached)
+        if delta.times is not None:
+            self._times[delta.index] = delta.times
         if self._kind == RequestOutputKind.FINAL_ONLY:
             return self._output(self._choices) if self.finished else None
         if self._kind == RequestOutputKind.DELTA:
@@ -67,8 +74,30 @@ class OutputCollector:
             prompt_logprobs=self._prompt_logprobs,
             outputs=[_copy(choice) for choice in choices],
             finished=self.finished,
+            metrics=request_metrics(list(self._times.values())),
             num_cached_tokens=self._num_cached,
         )
+
+
+def request_metrics(times: list[RequestTimes]) -> RequestMetrics | None:
+    """What the times of a request's choices say of it: first beginnings, last ends, all tokens."""
+    if not times:
+        return None
+    arrival = min(one.arrival for one in times)
+    first = _earliest(one.first_token for one in times)
+    return RequestMetrics(
+        arrival_time=time.time() - (time.monotonic() - arrival),
+        queued_ts=arrival,
+        scheduled_ts=_earliest(one.scheduled for one in times),
+        first_token_ts=first,
+        last_token_ts=max(one.last_token for one in times),
+        first_token_latency=max(0.0, first - arrival) if first else 0.0,
+        num_generation_tokens=sum(one.generation_tokens for one in times),
+    )
+
+
+def _earliest(moments: Iterable[float]) -> float:
+    return min((moment for moment in moments if moment), default=0.0)
 
 
 def _empty(index: int, params: SamplingParams) -> CompletionOutput:

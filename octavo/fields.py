@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from octavo.errors import ConfigError
+from octavo.foreign import FLAGS
 from octavo.renamed import DEAD_VARIABLES, REMOVED
 
 Kind: TypeAlias = Literal["int", "float", "bool", "str", "json", "size", "list"]
@@ -142,8 +143,9 @@ def flag_of(name: str) -> str:
 
 def unknown_name(name: str, known: Iterable[str], shown: str) -> str:
     """The sentence for an option that does not exist: what replaced it, or the nearest name."""
-    if name in REMOVED:
-        return f"{shown} is not an option of this version: {REMOVED[name]}"
+    for table in (REMOVED, FLAGS):
+        if name in table:
+            return f"{shown} is not an option of this version: {table[name]}"
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     if near:
         suggestion = flag_of(near[0]) if shown.startswith("-") else near[0]

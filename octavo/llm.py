@@ -1,37 +1,29 @@
 """LLM: the engine in this process, for scripts. The same core as the server's, without sockets.
 
 Not for: serving several callers at once (`async_engine.py`, `octavo serve`).
+Next file: `llm_engine.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
-from octavo.collect import OutputCollector
-from octavo.core import build_core
+import msgspec
+
 from octavo.errors import InvalidRequest
-from octavo.expand import Scheduling, expand, request_seeds
-from octavo.frontend import Frontend
+from octavo.foreign import LLM_ABSENT, absent_method, refuse_kwargs, refuse_lora
+from octavo.llm_engine import LLMEngine
+from octavo.obs.reader import Metric
 from octavo.options import EngineArgs
 from octavo.outputs import RequestOutput
-from octavo.prompts import EncodedPrompt, PromptType, check_length, encode_prompt, is_single
-from octavo.sampling_params import SamplingParams
-from octavo.text.assembler import Assembler
+from octavo.prompts import EncodedPrompt, PromptType, encode_prompt, is_single
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.types import WorkerInfo
 
 Message: TypeAlias = dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Running:
-    """One request of a call on its way."""
-
-    collector: OutputCollector
-    assemblers: dict[str, Assembler]  # by sequence id
-    output: RequestOutput | None = None
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -56,71 +48,163 @@ class LLM:
 
     def _start(self, args: EngineArgs, chat_template: str | None) -> None:
         self.model = args.model
-        self._frontend = Frontend.open(args, chat_template=chat_template, offline=True)
-        self._args = args
-        self._core, self.info = build_core(
-            self._frontend.worker, self._frontend.scheduler, report=lambda _: None
-        )
+        self.llm_engine = LLMEngine(args, chat_template=chat_template)
         self._numbers = itertools.count()
-        self._seeds = request_seeds(args.seed if "seed" in args.sources else None)
+        self._queued: list[str] = []  # by enqueue, not yet waited for
+        self._done: dict[str, RequestOutput] = {}  # ended before anybody waited for them
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, which says what to do instead of a method that others have."""
+        raise absent_method("LLM", name, LLM_ABSENT)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What was loaded, and what it took."""
+        return self.llm_engine.info
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return self._frontend.tokenizer
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Defaults of the model's generation_config.json over those of SamplingParams."""
-        return SamplingParams(**self._frontend.sampling_defaults)
+        return SamplingParams(**self.llm_engine.frontend.sampling_defaults)
+
+    def get_metrics(self) -> list[Metric]:
+        """A picture of all metrics, under the names of the server's route /metrics."""
+        return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; blocks in use stay with their sequences."""
-        return self._core.control("reset_prefix_cache", {}).get("reset") == "true"
+        return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Frees the model; the object cannot be used afterwards."""
-        self._core.close()
+        self.llm_engine.shutdown()
 
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Completes each prompt; the outputs are in the order of the prompts.
 
         A prompt is a text, a list of token ids, a TextPrompt or a TokensPrompt. One
-        SamplingParams serves for all prompts, a list has one each.
+        SamplingParams serves for all prompts, a list has one each. A callable `use_tqdm` is taken
+        for true.
         """
-        _refuse_lora(lora_request)
-        single = is_single(prompts)
-        every = [cast(PromptType, prompts)] if single else list(cast(Sequence[PromptType], prompts))
-        encoded = [encode_prompt(prompt, self._frontend.tokenizer) for prompt in every]
-        return self._run(encoded, sampling_params, priority, use_tqdm)
+        encoded = self._encode(prompts, lora_request, tokenization_kwargs, mm_processor_kwargs)
+        return self._finish(self._add(encoded, sampling_params, priority), bool(use_tqdm))
 
     def chat(
         self,
         messages: list[Message] | Sequence[list[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: list[int] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of a list of conversations.
+
+        `template` are the keywords of `enqueue_chat`.
+        """
+        encoded = self._encode_chats(messages, lora_request, **template)
+        return self._finish(self._add(encoded, sampling_params, priority), bool(use_tqdm))
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        lora_request: None = None,
+        priority: list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """As `generate`, but only queues; the ids of the requests. They run when waited for."""
+        encoded = self._encode(prompts, lora_request, tokenization_kwargs, mm_processor_kwargs)
+        ids = self._add(encoded, sampling_params, priority)
+        self._queued += ids
+        return ids
+
+    def enqueue_chat(
+        self,
+        messages: list[Message] | Sequence[list[Message]],
+        sampling_params: Params = None,
+        *,
+        lora_request: None = None,
+        priority: list[int] | None = None,
+        **template: Any,
+    ) -> list[str]:
+        """As `chat`, but only queues; the ids of the requests. They run when waited for.
+
+        `template`: chat_template, chat_template_content_format ("auto" alone),
+        add_generation_prompt, continue_final_message, tools, chat_template_kwargs.
+        """
+        encoded = self._encode_chats(messages, lora_request, **template)
+        ids = self._add(encoded, sampling_params, priority)
+        self._queued += ids
+        return ids
+
+    def wait_for_completion(
+        self, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Runs what `enqueue` has queued; the outputs in the order in which it was queued."""
+        ids, self._queued = self._queued, []
+        return self._finish(ids, bool(use_tqdm))
+
+    def _encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        lora_request: object,
+        tokenization_kwargs: dict[str, Any] | None,
+        mm_processor_kwargs: dict[str, Any] | None,
+    ) -> list[EncodedPrompt]:
+        refuse_lora(lora_request)
+        refuse_kwargs(
+            tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
+        single = is_single(prompts)
+        every = [cast(PromptType, prompts)] if single else list(cast(Sequence[PromptType], prompts))
+        tokenizer = self.llm_engine.frontend.tokenizer
+        return [encode_prompt(prompt, tokenizer) for prompt in every]
+
+    def _encode_chats(
+        self,
+        messages: list[Message] | Sequence[list[Message]],
+        lora_request: object,
         *,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Answers one conversation, or each of a list of conversations."""
-        _refuse_lora(lora_request)
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[EncodedPrompt]:
+        refuse_lora(lora_request)
+        refuse_kwargs(
+            tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
+        if chat_template_content_format != "auto":
+            raise InvalidRequest(
+                f"chat_template_content_format = {chat_template_content_format!r}: how parts reach "
+                "the template is read off the template; use 'auto'.",
+                "chat_template_content_format",
+            )
         if not messages:
             raise InvalidRequest("messages is empty; send at least one message.", "messages")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        encoded = [
-            self._frontend.encode_chat(
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        return [
+            self.llm_engine.frontend.encode_chat(
                 list(cast(list[Message], conversation)),
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -130,15 +214,11 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(encoded, sampling_params, priority, use_tqdm)
 
-    def _run(
-        self,
-        prompts: list[EncodedPrompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: list[int] | None,
-        progress: bool,
-    ) -> list[RequestOutput]:
+    def _add(
+        self, prompts: list[EncodedPrompt], params: Params, priority: list[int] | None
+    ) -> list[str]:
+        """Queues all prompts, or none if one of them cannot be served; their ids."""
         every = self._params(params, len(prompts))
         priorities = priority or [0] * len(prompts)
         if len(priorities) != len(prompts):
@@ -146,89 +226,62 @@ class LLM:
                 f"priority has {len(priorities)} values for {len(prompts)} prompts.", "priority"
             )
         for prompt, own in zip(prompts, every, strict=True):
-            own.verify()  # a record can be changed after it was made
-            own.check_model(vocab_size=self.info.vocab_size, max_logprobs=self._args.max_logprobs)
-            check_length(len(prompt.ids), self.info.max_model_len, None)
-        requests: list[_Running] = []
-        by_id: dict[str, _Running] = {}
+            self.llm_engine.check(prompt, own)
+        ids: list[str] = []
         try:
             for prompt, own, rank in zip(prompts, every, priorities, strict=True):
-                requests.append(self._add(prompt, own, rank, by_id))
-            for request in _progress(self._finished(by_id), len(requests), progress):
-                assert request.output is not None
-        finally:
-            self._core.abort(list(by_id))
-            while self._core.has_work():
-                self._core.step()
-        return [request.output for request in requests if request.output is not None]
+                number = str(next(self._numbers))
+                ids.append(self.llm_engine.add_request(number, prompt, own, priority=rank))
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
+        return ids
 
-    def _params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+        """One record a prompt; what a call gives is the last output alone."""
         if params is None:
-            return [self.get_default_sampling_params()] * count
+            params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
+            every = [_final_only(params)] * count
+        else:
+            every = [_final_only(one) for one in params]
+        if len(every) != count:
             raise InvalidRequest(
-                f"sampling_params has {len(params)} records for {count} prompts.",
+                f"sampling_params has {len(every)} records for {count} prompts.",
                 "sampling_params",
             )
-        return list(params)
+        return every
 
-    def _add(
-        self,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        priority: int,
-        by_id: dict[str, _Running],
-    ) -> _Running:
-        number = str(next(self._numbers))
-        tokenizer = self._frontend.tokenizer
-        sequences = expand(
-            prompt.ids,
-            params,
-            Scheduling(time.monotonic(), priority),
-            group=number,
-            tokenizer=tokenizer,
-            max_model_len=self.info.max_model_len,
-            vocab_size=self.info.vocab_size,
-            seed=self._seeds.getrandbits(64),
-        )
-        running = _Running(OutputCollector(number, prompt.text, prompt.ids, params), {})
-        for index, sequence in enumerate(sequences):
-            running.assemblers[sequence.id] = Assembler(
-                tokenizer, params, index=index, eos_ids=tokenizer.eos_ids
-            )
-            by_id[sequence.id] = running
-            self._core.add(sequence)
-        return running
+    def _finish(self, ids: list[str], progress: bool) -> list[RequestOutput]:
+        """Steps the engine until these requests have ended; their outputs in order."""
+        found: dict[str, RequestOutput] = {}
+        try:
+            for output in _progress(self._ended(set(ids)), len(ids), progress):
+                found[output.request_id] = output
+        finally:
+            self.llm_engine.abort_request(ids)
+        return [found[request_id] for request_id in ids]
 
-    def _finished(self, by_id: dict[str, _Running]) -> Iterator[_Running]:
-        """Steps the core until nothing of this call is left; gives each request as it ends."""
-        while by_id:
-            outputs = self._core.step()
-            for output in outputs.outputs if outputs is not None else ():
-                request = by_id.get(output.id)
-                if request is None:
-                    continue  # a stop text ended it before this step landed
-                assembler = request.assemblers[output.id]
-                news = request.collector.add(assembler.push(output))
-                request.output = news or request.output
-                if assembler.finished:
-                    del by_id[output.id]
-                    if output.reason is None:  # a stop text ended it, the core does not know
-                        self._core.abort([output.id])
-                    if request.collector.finished:
-                        yield request
+    def _ended(self, wanted: set[str]) -> Iterator[RequestOutput]:
+        """The outputs of `wanted` as they end; others that end meanwhile are kept."""
+        for request_id in wanted & self._done.keys():
+            wanted.remove(request_id)
+            yield self._done.pop(request_id)
+        while wanted:
+            for output in self.llm_engine.step():
+                if output.request_id in wanted:
+                    wanted.remove(output.request_id)
+                    yield output
+                else:
+                    self._done[output.request_id] = output
 
 
-def _refuse_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise InvalidRequest("lora_request: LoRA adapters are not built in.", "lora_request")
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """What a call returns is each request's last output, whatever kind the record asks for."""
+    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
-def _progress(items: Iterator[_Running], total: int, shown: bool) -> Iterator[_Running]:
+def _progress(items: Iterator[RequestOutput], total: int, shown: bool) -> Iterator[RequestOutput]:
     if not shown:
         yield from items
         return

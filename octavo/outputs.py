@@ -38,6 +38,23 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, for all of its choices together.
+
+    `arrival_time` is `time.time()` seconds, `*_ts` are `time.monotonic()` seconds (0.0: not yet),
+    `first_token_latency` is seconds from arrival to the first token.
+    """
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+    num_generation_tokens: int = 0
+
+
 class RequestOutput:
     """What is known of a request: its prompt and its choices.
 
@@ -53,7 +70,7 @@ class RequestOutput:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None,
         outputs: list[CompletionOutput],
         finished: bool,
-        metrics: None = None,
+        metrics: RequestMetrics | None = None,
         lora_request: object | None = None,
         encoder_prompt: str | None = None,
         encoder_prompt_token_ids: list[int] | None = None,

@@ -12,7 +12,7 @@ Next file: `stats.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from prometheus_client import (
@@ -209,6 +209,11 @@ class Metrics:
     def triton(self) -> TritonMetrics:
         """The same counts under Triton's names."""
         return self._triton
+
+    @property
+    def instruments(self) -> Sequence[Instrument]:
+        """All of them, in the order of the text form."""
+        return self._instruments
 
     @property
     def http(self) -> HttpMetrics:

@@ -75,7 +75,7 @@ def test_public_names_can_be_imported(name: str) -> None:
 
 def test_public_names() -> None:
     assert set(octavo.__all__) == {
-        *("LLM", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "SamplingParams"),
+        *("LLM", "LLMEngine", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "SamplingParams"),
         *("StructuredOutputs", "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt"),
         "__version__",
     }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from octavo import LLM, AsyncEngineArgs, AsyncLLMEngine, SamplingParams
 from octavo.errors import ConfigError, InvalidRequest
+from octavo.foreign import LLM_ABSENT, LLM_ENGINE_ABSENT
 from octavo.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.model
@@ -150,3 +152,68 @@ def test_overrides_reach_every_part(smollm2_gguf: Path) -> None:
     longer = {"max_position_embeddings": 16384}
     llm = LLM(str(smollm2_gguf), hf_overrides=longer, max_model_len=10_000, max_num_seqs=1)
     assert llm.info.max_model_len == 10_000
+
+
+def test_outputs_tell_their_times_and_metrics_count_them(llm: LLM) -> None:
+    def counted(name: str) -> int:
+        return sum(one.value for one in llm.get_metrics() if one.name == name)  # type: ignore[union-attr]
+
+    before = counted("vllm:generation_tokens")
+    params = SamplingParams(max_tokens=5, ignore_eos=True, n=2, output_kind=RequestOutputKind.DELTA)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert counted("vllm:generation_tokens") - before == 30
+    for output in outputs:
+        times = output.metrics
+        assert times is not None
+        assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
+        assert times.first_token_latency == times.first_token_ts - times.queued_ts > 0
+        assert times.num_generation_tokens == 10
+        assert [len(choice.token_ids) for choice in output.outputs] == [5, 5]
+    latencies = [one for one in llm.get_metrics() if one.name == "vllm:e2e_request_latency_seconds"]
+    assert latencies[0].count == latencies[0].buckets["+Inf"] >= 6  # type: ignore[union-attr]
+
+
+def test_queued_requests_run_when_waited_for(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0)
+    ids = llm.enqueue(PROMPTS, params)
+    ids += llm.enqueue_chat([{"role": "user", "content": "Hello"}], params)
+    between = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert outputs[1].outputs[0].text == between[0].outputs[0].text
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_one_step_at_a_time(llm: LLM) -> None:
+    engine = llm.llm_engine
+    whole = llm.generate(PROMPTS[1], SamplingParams(max_tokens=6, temperature=0), use_tqdm=False)
+    kind = RequestOutputKind.DELTA
+    engine.add_request(
+        "a", PROMPTS[1], SamplingParams(max_tokens=6, temperature=0, output_kind=kind)
+    )
+    engine.add_request("b", PROMPTS[0], SamplingParams(max_tokens=300, ignore_eos=True))
+    with pytest.raises(InvalidRequest, match="running already"):
+        engine.add_request("a", PROMPTS[0], SamplingParams())
+    parts: list[str] = []
+    while not parts or engine.get_num_unfinished_requests() > 1:
+        parts += [one.outputs[0].text for one in engine.step() if one.request_id == "a"]
+    assert "".join(parts) == whole[0].outputs[0].text
+    engine.abort_request(["b", "unknown"])
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+    used = [one.value for one in llm.get_metrics() if one.name == "vllm:kv_cache_usage_perc"]  # type: ignore[union-attr]
+    assert used == [0]
+
+
+def test_what_others_have_is_missing_with_its_reason(llm: LLM) -> None:
+    for table, owner in ((LLM_ABSENT, llm), (LLM_ENGINE_ABSENT, llm.llm_engine)):
+        for name, remedy in table.items():
+            assert not hasattr(owner, name)
+            with pytest.raises(AttributeError, match=re.escape(f"is not offered: {remedy}.")):
+                getattr(owner, name)
+    with pytest.raises(AttributeError, match="has no attribute 'wings'"):
+        llm.wings  # noqa: B018
+    with pytest.raises(InvalidRequest, match="tokenization_kwargs"):
+        llm.generate("x", tokenization_kwargs={"truncation": True})
+    with pytest.raises(InvalidRequest, match="content_format"):
+        llm.chat([{"role": "user", "content": "x"}], chat_template_content_format="openai")

@@ -31,6 +31,16 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The bytes of a model's tokens, and which of them are no text; see `grammar/vocabulary.py`."""
+
+    data: bytes  # of all tokens, one after the other
+    lengths: bytes  # i32, one a token
+    special_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Settings of one worker. `None` means: the worker decides and says why in its notes."""
 
@@ -54,3 +64,4 @@ class WorkerConfig:
     cache_dir: str | None = None  # of built kernels; None: ~/.cache/octavo
     seed: int = 0  # of dummy weights
     hf_overrides: tuple[tuple[str, object], ...] = ()
+    vocabulary: Vocabulary | None = None  # for grammars; None: no request has one

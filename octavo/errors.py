@@ -24,8 +24,8 @@ from __future__ import annotations
 
 # What the worker says of a request that forbids every token; it is the caller's to mend.
 NO_TOKEN = (
-    "no token can be chosen: allowed_token_ids, bad_words, min_tokens, logit_bias and penalties "
-    "together leave none; allow more tokens"
+    "no token can be chosen: structured_outputs, allowed_token_ids, bad_words, min_tokens, "
+    "logit_bias and penalties together leave none; allow more tokens"
 )
 
 

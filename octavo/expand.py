@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from octavo.errors import InvalidRequest
+from octavo.grammar.request import Form
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 from octavo.types import AddRequest
@@ -49,9 +50,11 @@ def expand(
     max_model_len: int,
     vocab_size: int,
     seed: int,
+    grammar: Form | None = None,
 ) -> list[AddRequest]:
     """`params.n` sequences with ids made of `group`; `seed` is for a request that has none.
 
+    `grammar` is what was compiled of the settings' structured outputs.
     Raises InvalidRequest for what the core could not serve.
     """
     if prompt_ids and max(prompt_ids) >= vocab_size:
@@ -78,6 +81,7 @@ def expand(
                 max_tokens=max_tokens,
                 index=index,
                 seed=seed,
+                grammar=grammar,
             ),
             arrival=scheduling.arrival,
             group=group,

@@ -7,13 +7,14 @@ turns options into the records that core and worker get. Shared by server, `LLM`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.records import Checkpoint
 from octavo.config import SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError, InvalidRequest
+from octavo.grammar.vocabulary import vocabulary_of
 from octavo.options import EngineArgs
 from octavo.prompts import EncodedPrompt
 from octavo.pulling import locate, open_named
@@ -57,7 +58,7 @@ class Frontend:
             tokenizer=tokenizer,
             chat_template=_template(chat_template, checkpoint, tokenizer),
             sampling_defaults=_sampling_defaults(args, checkpoint),
-            worker=worker,
+            worker=replace(worker, vocabulary=vocabulary_of(tokenizer)),
             scheduler=planned_scheduler(args, worker),
         )
 

@@ -21,11 +21,12 @@ import msgspec
 
 from octavo.errors import InvalidRequest
 from octavo.grammar.request import (
+    Form,
     StructuredOutputs,
     StructuredOutputsParams,
     structured_outputs,
 )
-from octavo.types import TokenParams
+from octavo.types import Grammar, TokenParams
 
 __all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "choice_seed"]
 
@@ -212,15 +213,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         max_tokens: int,
         index: int = 0,
         seed: int = 0,
+        grammar: Form | None = None,
     ) -> TokenParams:
         """The settings in token ids, for choice `index` of a request.
 
         `max_tokens` is the resolved number; `seed` is one that the caller drew, used if the
         record has none. Choice 0 has the seed itself, the others one derived from it. `tokenizer`
-        may be None if there are no `bad_words`.
+        may be None if there are no `bad_words`. `grammar` is what was compiled of
+        `structured_outputs`.
         """
-        if self.structured_outputs is not None:
-            _refuse("structured_outputs", "set", "they are not built yet; leave it out")
+        assert (grammar is None) == (self.structured_outputs is None), "compile it first"
         own = seed if self.seed is None else self.seed
         ends = () if self.ignore_eos else tuple(eos_ids)
         return TokenParams(
@@ -242,6 +244,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             logprob_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
+            grammar=None if grammar is None else Grammar(grammar.text, tuple(ends), grammar.json),
         )
 
     def _bad_word_ids(self, tokenizer: TextEncoder | None) -> tuple[tuple[int, ...], ...]:

@@ -19,6 +19,9 @@ from typing import Protocol
 from octavo.engine.client import EngineClient
 from octavo.errors import Draining, EngineDead, Overloaded
 from octavo.expand import Scheduling, expand, request_seeds
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.request import Form
+from octavo.grammar.vocabulary import vocabulary_of
 from octavo.obs.life import Life
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
@@ -263,6 +266,7 @@ class TextEngine:
         self._open = 0  # sequences between admission and their end
         self._by_request: dict[str, list[Answer]] = {}  # by the caller's id
         self._seeds = request_seeds(seed)
+        self._grammars = GrammarCompiler(vocabulary_of(tokenizer))
 
     @property
     def limits(self) -> Limits:
@@ -309,6 +313,7 @@ class TextEngine:
         down, EngineDead whenever the core is lost.
         """
         self._require_open()
+        grammar = self._grammar(params)
         requests = expand(
             prompt_ids,
             params,
@@ -318,6 +323,7 @@ class TextEngine:
             max_model_len=self.limits.max_model_len,
             vocab_size=self.limits.vocab_size,
             seed=self._seeds.getrandbits(64),
+            grammar=grammar,
         )
         choices = {
             request.id: self._choice(index, request, params)
@@ -341,7 +347,11 @@ class TextEngine:
         deadline: float = 0.0,
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """As `open`, for those who would rather iterate; closing the iterator aborts the rest."""
+        """As `open`, for those who would rather iterate; closing the iterator aborts the rest.
+
+        Compiles structured outputs first.
+        """
+        await self.compile(params)
         inbox = _Inbox()
         answer = self.open(
             prompt_ids,
@@ -359,6 +369,25 @@ class TextEngine:
                     yield delta
         finally:
             answer.close()
+
+    async def compile(self, params: SamplingParams) -> Form | None:
+        """The grammar of the settings' structured outputs, None without them.
+
+        The last ones are remembered; others take milliseconds to two seconds, in a process of their
+        own. Raises InvalidRequest for what cannot be enforced.
+        """
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        form = self._grammars.known(wanted)
+        if form is None:
+            form = await asyncio.to_thread(self._grammars.compile, wanted)
+        return form
+
+    def _grammar(self, params: SamplingParams) -> Form | None:
+        """What `compile` has made, which is remembered."""
+        wanted = params.structured_outputs
+        return None if wanted is None else self._grammars.compile(wanted)
 
     def abort(self, request_id: str) -> None:
         """Ends all requests of a caller's id; their choices finish with `abort`."""

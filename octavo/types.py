@@ -34,6 +34,14 @@ def unpack(data: bytes) -> memoryview:
     return memoryview(data).cast("i")
 
 
+class Grammar(Struct, frozen=True, array_like=True):
+    """What an answer must match. Checked by the API process before it is sent (`grammar/`)."""
+
+    text: str  # in the form of the grammar library
+    end_ids: tuple[int, ...]  # allowed where the grammar may end; each ends the answer
+    json: bool = False  # all of it is JSON: its numbers are kept from running on
+
+
 class TokenParams(Struct, frozen=True, array_like=True):
     """A request's sampling settings in terms of token ids: all that core and worker need.
 
@@ -58,6 +66,7 @@ class TokenParams(Struct, frozen=True, array_like=True):
     logprobs: int | None = None  # number of alternatives; -1 is the whole vocabulary
     prompt_logprobs: int | None = None
     logprob_ids: tuple[int, ...] = ()  # extra ids whose log-probs are wanted
+    grammar: Grammar | None = None
 
     @property
     def needs_history(self) -> bool:
@@ -68,6 +77,7 @@ class TokenParams(Struct, frozen=True, array_like=True):
             or self.repetition_penalty != 1.0
             or self.bad_words
             or self.prompt_logprobs is not None
+            or self.grammar is not None
         )
 
 

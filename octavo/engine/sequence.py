@@ -117,8 +117,11 @@ class Sequence:
 
     def stops_at(self, token: int) -> bool:
         """True if `token`, already appended, ends the sequence."""
-        num_output = len(self.tokens) - self.num_prompt
-        return token in self.stop_ids and num_output >= self.params.min_tokens
+        if token not in self.stop_ids:
+            return False
+        if self.params.grammar is not None and token in self.params.grammar.end_ids:
+            return True  # the grammar was at its end and left nothing else
+        return len(self.tokens) - self.num_prompt >= self.params.min_tokens
 
     def forget_progress(self) -> None:
         """Back to the queue: what was computed, and scored of the prompt, is to be done again."""

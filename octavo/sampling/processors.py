@@ -1,8 +1,9 @@
 """What a request may ask to be done to its logits before a token is drawn.
 
-Order: allowed ids, bad words, stop ids before `min_tokens`, bias, penalties. Temperature, top-k,
-top-p and min-p follow in `Ops.sample`. Each row is changed by its own rules alone, so that its
-neighbours in a batch do not matter. Not for: log-probs, which are of the logits before all this.
+Order: the grammar (`masks.py`), allowed ids, bad words, stop ids before `min_tokens`, bias,
+penalties. Temperature, top-k, top-p and min-p follow in `Ops.sample`. Each row is changed by its
+own rules alone, so that its neighbours in a batch do not matter. Not for: log-probs, which are of
+the logits before all this.
 Next file: `penalties.py`.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import NO_TOKEN
+from octavo.grammar.matcher import Follower
 from octavo.sampling.history import TokenHistory
 from octavo.sampling.penalties import Penalties, apply_penalties
 from octavo.types import TokenParams
@@ -27,10 +29,26 @@ class RowRules:
     Ids outside the vocabulary name no token, so they have no effect.
     """
 
-    __slots__ = ("allowed", "bad_words", "bias", "history", "min_tokens", "penalties", "stop_ids")
+    __slots__ = (
+        *("allowed", "bad_words", "bias", "follower", "history", "min_tokens", "must_end"),
+        *("penalties", "stop_ids"),
+    )
 
-    def __init__(self, params: TokenParams, tokens: Sequence[int], *, num_prompt: int, vocab: int):
-        """`tokens` are all known tokens if `params.needs_history`, else it may be empty."""
+    def __init__(
+        self,
+        params: TokenParams,
+        tokens: Sequence[int],
+        *,
+        num_prompt: int,
+        vocab: int,
+        follower: Follower | None = None,
+    ) -> None:
+        """`tokens` are all known tokens if `params.needs_history`, else it may be empty.
+
+        `follower` is the sequence's place in its grammar.
+        """
+        self.follower = follower
+        self.must_end = False  # the grammar allows nothing but stop ids, whatever min_tokens says
         self.allowed = _ids(params.allowed_ids, vocab) if params.allowed_ids else None
         self.bad_words = [word for word in params.bad_words if word and 0 <= word[-1] < vocab]
         self.min_tokens = params.min_tokens
@@ -44,7 +62,8 @@ class RowRules:
     def wanted(params: TokenParams) -> bool:
         """True if a sequence with these settings has rules at all."""
         return bool(
-            params.allowed_ids
+            params.grammar is not None
+            or params.allowed_ids
             or params.bad_words
             or (params.min_tokens > 0 and params.stop_ids)
             or params.logit_bias
@@ -53,10 +72,23 @@ class RowRules:
 
     def masked(self, num_output: int) -> list[int]:
         """Ids that may not be the next token, after `num_output` tokens of output."""
-        ids = list(self.stop_ids) if num_output < self.min_tokens else []
+        too_short = num_output < self.min_tokens and not self.must_end
+        ids = list(self.stop_ids) if too_short else []
         if self.history is not None:
             ids += [word[-1] for word in self.bad_words if ends_with(self.history.output, word)]
         return ids
+
+    @property
+    def remembers(self) -> bool:
+        """True if it must be told each token that is chosen."""
+        return self.history is not None or self.follower is not None
+
+    def note(self, token: int) -> None:
+        """A token has been chosen."""
+        if self.history is not None:
+            self.history.append(token)
+        if self.follower is not None:
+            self.follower.append(token)
 
 
 def penalties_of(params: TokenParams) -> Penalties | None:

@@ -6,7 +6,8 @@ own (`staged_choose.py`). Next file: `graphs.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
@@ -16,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.grammar.matcher import Words
 from octavo.kernels.ops import SampleRows
 from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.masks import allows_only, apply_masks
 from octavo.sampling.processors import NO_TOKEN, RowRules, process
 from octavo.types import TokenLogprobs
 from octavo.worker.buffers import StepRows
@@ -26,6 +29,7 @@ from octavo.worker.slots import LOGPROBS, POISONED, RULES, HostSlots, Ints
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 PROMPT_NOT_FINITE = "the model's logits at a prompt position are not finite (NaN or infinity)"
 
+Masks = tuple[Words, dict[int, str]]  # and why there is none, by index
 Sample = Callable[[Tensor, SampleRows], Tensor]
 # Tokens i32[S], and by index into them: log-probs that were asked for, reasons of bad rows.
 Chosen = tuple[Ints, dict[int, TokenLogprobs], dict[int, str]]
@@ -50,6 +54,9 @@ class Drawn:
 
 class Chooser(Protocol):
     """Chooses a token for each sampled row, and notes it as its slot's last one."""
+
+    def begin(self, rows: StepRows) -> None:
+        """Before a plan's forward pass: starts what can go on beside it."""
 
     def choose(self, logits: Tensor | Drawn, rows: StepRows) -> Choice:
         """Logits f32[S, V], which may be changed, of a plan's sampled rows."""
@@ -78,6 +85,18 @@ class HostChooser:
     def __init__(self, sample: Sample, slots: HostSlots) -> None:
         self._sample = sample
         self._slots = slots
+        self._masks: Future[Masks] | None = None  # of the plan that began last
+        self._masked: list[int] = []  # which of its sampled rows they are of
+
+    def begin(self, rows: StepRows) -> None:
+        """Masks of grammars are computed beside the forward pass."""
+        grammars = self._slots.grammars
+        self._masks = None
+        if grammars is None:
+            return
+        self._masked, followers = self._slots.followers(rows.slots[rows.sampled])
+        if followers:
+            self._masks = grammars.begin(followers)
 
     def choose(self, logits: Tensor | Drawn, rows: StepRows) -> Made:
         """See `Chooser`."""
@@ -113,8 +132,8 @@ class HostChooser:
         tokens = self._sample(logits, slots.settings(chosen, positions)).numpy()
         slots.sampled(chosen, tokens)
         for index, rule in zip(ruled, rules, strict=True):
-            if rule.history is not None and index not in bad:
-                rule.history.append(int(tokens[index]))
+            if rule.remembers and index not in bad:
+                rule.note(int(tokens[index]))
         asking = [index for index in asking if index not in bad]
         wants = [slots.wants[int(chosen[index])] for index in asking]
         values = token_logprobs([raw[i] for i in asking], tokens[asking].tolist(), wants)
@@ -134,13 +153,34 @@ class HostChooser:
         if not ruled:
             return
         num_output = (positions - self._slots.num_prompt[chosen])[ruled].tolist()
+        if self._masks is not None:
+            self._apply_masks(logits, dict(zip(ruled, rules, strict=True)), bad)
         process(logits, ruled, rules, num_output)
         # NaN and both infinities fail: a bias may overflow as well as leave nothing.
         best = torch.amax(logits, dim=1).tolist()
         for index in ruled:
-            if not isfinite(best[index]):
-                bad[index] = NO_TOKEN
+            if index in bad or not isfinite(best[index]):
+                bad.setdefault(index, NO_TOKEN)
                 logits[index] = 0.0
+
+
+    def _apply_masks(
+        self, logits: Tensor, rules: dict[int, RowRules], bad: dict[int, str]
+    ) -> None:
+        assert self._masks is not None
+        words, failed = self._masks.result()
+        for place, reason in failed.items():
+            bad.setdefault(self._masked[place], reason)
+            logits[self._masked[place]] = 0.0
+        good = [i for i, row in enumerate(self._masked) if i not in failed and row in rules]
+        tell_ends([rules[self._masked[i]] for i in good], words[good])
+        apply_masks(logits, [self._masked[i] for i in good], torch.from_numpy(words[good]))
+
+
+def tell_ends(rules: Sequence[RowRules], words: Words) -> None:
+    """Tells each rule whether its grammar's mask leaves nothing but its stop ids."""
+    for rule, mask in zip(rules, words, strict=True):
+        rule.must_end = rule.min_tokens > 0 and allows_only(mask, rule.stop_ids)
 
 
 def not_finite(logits: Tensor) -> list[int]:

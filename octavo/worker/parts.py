@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from octavo.config import WorkerConfig
 from octavo.device.base import Device
+from octavo.grammar.matcher import Grammars
 from octavo.kernels.slots import slot_ops
 from octavo.worker.assemble import Choices
 from octavo.worker.buffers import HostInputs
@@ -57,6 +58,7 @@ def make_parts(
     *,
     num_blocks: int,
     max_model_len: int,
+    grammars: Grammars | None = None,
 ) -> Parts:
     """Takes the cache and all memory that steps are given by."""
     make = _staged if device.asynchronous else _on_host
@@ -67,7 +69,7 @@ def make_parts(
         max_length=max_model_len,
         num_slots=config.max_num_seqs,
     )
-    return make(model, choices, config, device, num_blocks, limits)
+    return make(model, choices, config, device, num_blocks, limits, grammars)
 
 
 def _on_host(
@@ -77,6 +79,7 @@ def _on_host(
     device: Device,
     num_blocks: int,
     limits: Limits,
+    grammars: Grammars | None,
 ) -> Parts:
     block_size = choices.need.block_size
     kv = allocate_cache(
@@ -89,6 +92,7 @@ def _on_host(
         num_slots=limits.num_slots,
         max_blocks=limits.max_blocks,
         vocab_size=choices.spec.vocab_size,
+        grammars=grammars,
     )
     runner = Runner(
         model=model,
@@ -113,6 +117,7 @@ def _staged(
     device: Device,
     num_blocks: int,
     limits: Limits,
+    grammars: Grammars | None,
 ) -> Parts:
     kv = allocate_cache(
         choices.attention.layout(choices.need, num_blocks + 1),  # one for idle rows
@@ -122,7 +127,9 @@ def _staged(
     )
     ops = slot_ops(device.name)
     inputs = StagedInputs(device, ops, kv, limits)
-    slots = SlotTable(num_slots=limits.num_slots, vocab_size=choices.spec.vocab_size)
+    slots = SlotTable(
+        num_slots=limits.num_slots, vocab_size=choices.spec.vocab_size, grammars=grammars
+    )
     chooser = StagedChooser(choices.ops.sample, device=device, ops=ops, inputs=inputs, slots=slots)
     eager = Eager(model, choices.attention)
     graphs: Graphs | None = None

@@ -117,6 +117,7 @@ class Runner:
         for admit in plan.admits:
             slots.admit(admit)
         rows = read_rows(plan)
+        self._chooser.begin(rows)
         started = perf_counter()
         input_ids, batch = self._inputs.fill(plan, rows, self._forward.size(rows))
         asking = np.flatnonzero(rows.flags & PROMPT_LOGPROBS)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.grammar.matcher import Follower, Grammars
 from octavo.kernels.ops import SampleRows
 from octavo.sampling.logprobs import Want, prompt_want, sample_want
 from octavo.sampling.processors import RowRules
@@ -26,6 +27,7 @@ Ints = NDArray[np.int32]
 RULES = 1  # logits are changed before sampling
 LOGPROBS = 2  # log-probs of sampled tokens are wanted
 POISONED = 4  # an earlier position of the sequence could not be computed
+GRAMMAR = 8  # the rules hold a grammar's follower
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,13 @@ class PromptWant:
 class SlotTable:
     """Rows 0..num_slots-1. Columns are public to the room."""
 
-    def __init__(self, *, num_slots: int, vocab_size: int) -> None:
+    def __init__(
+        self, *, num_slots: int, vocab_size: int, grammars: Grammars | None = None
+    ) -> None:
+        """Without `grammars` no sequence may have one."""
         self.num_slots = num_slots
         self.vocab_size = vocab_size
+        self.grammars = grammars
         self.computed: Ints = np.zeros(num_slots, np.int32)  # positions whose KV is written
         self.num_prompt: Ints = np.zeros(num_slots, np.int32)
         self.special = np.zeros(num_slots, np.uint8)
@@ -61,14 +67,31 @@ class SlotTable:
         tokens = list(unpack(admit.history))
         if RowRules.wanted(params):
             self.rules[slot] = RowRules(
-                params, tokens, num_prompt=admit.num_prompt, vocab=self.vocab_size
+                params,
+                tokens,
+                num_prompt=admit.num_prompt,
+                vocab=self.vocab_size,
+                follower=self._follower(admit, tokens),
             )
-            self.special[slot] |= RULES
+            self.special[slot] |= RULES if params.grammar is None else RULES | GRAMMAR
         if (want := sample_want(params)) is not None:
             self.wants[slot] = want
             self.special[slot] |= LOGPROBS
         if (want := prompt_want(params)) is not None:
             self.prompt_wants[slot] = PromptWant(want, tokens[: admit.num_prompt])
+
+    def followers(self, slots: Ints) -> tuple[list[int], list[Follower]]:
+        """Which of the slots have a grammar, by index, and their followers."""
+        at = np.flatnonzero(self.special[slots] & GRAMMAR).tolist()
+        found = (self.rules[int(slots[index])].follower for index in at)
+        return at, [follower for follower in found if follower is not None]
+
+    def _follower(self, admit: Admit, tokens: list[int]) -> Follower | None:
+        grammar = admit.params.grammar
+        if grammar is None:
+            return None
+        assert self.grammars is not None, "requests with a grammar need a vocabulary"
+        return self.grammars.follow(grammar, tokens[admit.num_prompt :])
 
     def poison(self, slot: int) -> None:
         """The sequence's next sampled token will be reported as bad."""
@@ -78,8 +101,15 @@ class SlotTable:
 class HostSlots(SlotTable):
     """With block tables of up to `max_blocks`, last tokens and settings in host memory."""
 
-    def __init__(self, *, num_slots: int, max_blocks: int, vocab_size: int) -> None:
-        super().__init__(num_slots=num_slots, vocab_size=vocab_size)
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_blocks: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        super().__init__(num_slots=num_slots, vocab_size=vocab_size, grammars=grammars)
         self.blocks: Ints = np.zeros((num_slots, max_blocks), np.int32)
         self.last_token: Ints = np.zeros(num_slots, np.int32)
         self._temperature = np.zeros(num_slots, np.float32)

@@ -2,8 +2,8 @@
 
 The plain path is three kernels and one copy to the host; `StagedChoice.result` waits for the event
 after it. Rules and log-probs are given to the device the same way. The one thing that the host must
-know before it can go on is the history of sequences with penalties or bad words: then the tokens of
-the step before are waited for, while the device computes this one.
+know before it can go on is the history of sequences with penalties, bad words or grammars: then
+the tokens of the step before are waited for, while the device computes this one.
 Not for: the CPU (`choose.py`). Next file: `graphs.py`.
 """
 
@@ -21,11 +21,19 @@ from octavo.device.base import Device, Event
 from octavo.kernels import slots as slots_kernels
 from octavo.kernels.slots import SlotOps
 from octavo.sampling.logprobs import LogprobTensors, launch_logprobs, read_logprobs
+from octavo.sampling.masks import apply_masks
 from octavo.sampling.processors import NO_TOKEN, RowRules, process
 from octavo.worker.buffers import StepRows
-from octavo.worker.choose import NOT_FINITE, PROMPT_NOT_FINITE, Chosen, Drawn, Sample
+from octavo.worker.choose import (
+    NOT_FINITE,
+    PROMPT_NOT_FINITE,
+    Chosen,
+    Drawn,
+    Sample,
+    tell_ends,
+)
 from octavo.worker.slots import LOGPROBS, POISONED, RULES, Ints, SlotTable
-from octavo.worker.staged import StagedInputs
+from octavo.worker.staged import StagedInputs, Staging
 
 TURNS = 4  # choices whose tokens may lie in staging memory at once
 
@@ -33,13 +41,16 @@ TURNS = 4  # choices whose tokens may lie in staging memory at once
 class StagedChoice:
     """Tokens on their way from the device, and what is to be done once they are here."""
 
-    __slots__ = ("_chosen", "_count", "_event", "_poisoned", "_ruled", "_values", "_words")
+    __slots__ = (
+        *("_chosen", "_count", "_event", "_failed", "_poisoned", "_ruled", "_values", "_words"),
+    )
 
     def __init__(self, event: Event, words: Ints, count: int) -> None:
         self._event = event
         self._words = words  # what the device writes: see `StepTensors.out`
         self._count = count
         self._poisoned: list[int] = []
+        self._failed: dict[int, str] = {}
         self._ruled: list[tuple[int, RowRules]] = []
         self._values: tuple[list[int], LogprobTensors] | None = None
         self._chosen: Chosen | None = None
@@ -49,15 +60,17 @@ class StagedChoice:
         poisoned: list[int],
         ruled: list[tuple[int, RowRules]],
         values: tuple[list[int], LogprobTensors] | None,
+        failed: dict[int, str],
     ) -> StagedChoice:
-        """This choice, told about rows that are poisoned, have rules, or want log-probs."""
+        """This choice, told about rows that are poisoned, have rules, want log-probs, or failed."""
         self._poisoned, self._ruled, self._values = poisoned, ruled, values
+        self._failed = failed
         return self
 
     @property
     def remembers(self) -> bool:
         """True if a history waits for these tokens."""
-        return self._chosen is None and any(rule.history is not None for _, rule in self._ruled)
+        return self._chosen is None and any(rule.remembers for _, rule in self._ruled)
 
     def done(self) -> bool:
         """True if `result` would not wait."""
@@ -74,17 +87,19 @@ class StagedChoice:
         parts = self._words[:, : self._count]
         tokens: Ints = parts[0].copy()
         bad: dict[int, str] = {}
-        if parts[1:].any() or self._poisoned:
+        if parts[1:].any() or self._poisoned or self._failed:
             broken = np.flatnonzero(parts[slots_kernels.NOT_FINITE]).tolist()
             empty = np.flatnonzero(parts[slots_kernels.NO_TOKEN]).tolist()
             bad = dict.fromkeys(broken, NOT_FINITE)
             for index in self._poisoned:
                 bad.setdefault(index, PROMPT_NOT_FINITE)
+            for index, reason in self._failed.items():
+                bad.setdefault(index, reason)
             for index in empty:
                 bad.setdefault(index, NO_TOKEN)
         for index, rule in self._ruled:
-            if rule.history is not None and index not in bad:
-                rule.history.append(int(tokens[index]))
+            if rule.remembers and index not in bad:
+                rule.note(int(tokens[index]))
         if self._values is None:
             return tokens, {}, bad
         asking, found = self._values
@@ -113,7 +128,12 @@ class StagedChooser:
         self._staging = [device.staging(shape.numel()).view(shape) for _ in range(TURNS)]
         self._arrays: list[Ints] = [staging.numpy() for staging in self._staging]
         self._turn = 0
+        self._mask_staging: list[Staging | None] = [None, None]  # taken when first wanted
+        self._mask_turn = 0
         self._open: deque[StagedChoice] = deque()  # one for each turn that may still be read
+
+    def begin(self, rows: StepRows) -> None:
+        """Nothing: the tokens that masks depend on are still being computed."""
 
     def choose(self, logits: Tensor | Drawn, rows: StepRows) -> StagedChoice:
         """See `Chooser`. Returns when the device has been given its work."""
@@ -162,30 +182,59 @@ class StagedChooser:
         asking: list[int] = np.flatnonzero(special & LOGPROBS).tolist()
         # Log-probs are of the model's own logits, which rules are about to change.
         raw = logits[asking] if asking else logits
-        self._apply_rules(logits, rows, ruled)
+        failed = self._apply_rules(logits, rows, ruled)
         tokens = self._draw(logits, self._inputs.filtered(rows))
         values = None
         if asking:
             wants = [slots.wants[int(chosen[index])] for index in asking]
             found = launch_logprobs(raw, tokens[asking], wants)
             values = (asking, found.fetched(self._device.fetch))
-        return self._send(len(chosen)).with_extras(poisoned, ruled, values)
+        return self._send(len(chosen)).with_extras(poisoned, ruled, values, failed)
 
     def _apply_rules(
         self, logits: Tensor, rows: StepRows, ruled: Sequence[tuple[int, RowRules]]
-    ) -> None:
-        """Changes the logits of rows with rules, and flags those that can choose no token."""
+    ) -> dict[int, str]:
+        """Changes the logits of rows with rules, and flags those that can choose no token.
+
+        Returns reasons of rows whose grammar failed.
+        """
         if not ruled:
-            return
-        if any(rule.history is not None for _, rule in ruled):
+            return {}
+        if any(rule.remembers for _, rule in ruled):
             for choice in self._open:
                 if choice.remembers:
                     choice.result()
         at = [index for index, _ in ruled]
         positions = rows.ends[rows.sampled]
         num_output = positions - self._slots.num_prompt[rows.slots[rows.sampled]]
+        failed = self._apply_masks(logits, rows, dict(ruled))
         process(logits, at, [rule for _, rule in ruled], num_output[at].tolist())
         # NaN and both infinities fail: a bias may overflow as well as leave nothing.
         empty = self._inputs.tensors.out[slots_kernels.NO_TOKEN]
         index = torch.tensor(at, device=logits.device)
         empty[index] = (~torch.isfinite(torch.amax(logits[index], dim=1))).int()
+        return failed
+
+    def _apply_masks(
+        self, logits: Tensor, rows: StepRows, rules: dict[int, RowRules]
+    ) -> dict[int, str]:
+        """Computes masks of grammars, beside the forward pass that the device is busy with."""
+        grammars = self._slots.grammars
+        masked, followers = self._slots.followers(rows.slots[rows.sampled])
+        if grammars is None or not followers:
+            return {}
+        words, failed = grammars.masks(followers)
+        tell_ends([rules[row] for row in masked], words)
+        staging = self._mask_staging[self._mask_turn]
+        if staging is None:
+            count = self._slots.num_slots * words.shape[1]
+            staging = self._mask_staging[self._mask_turn] = Staging(self._device, count)
+        self._mask_turn = (self._mask_turn + 1) % len(self._mask_staging)
+        if staging.event is not None:
+            staging.event.synchronize()
+        staging.array[: words.size] = words.reshape(-1)
+        on_device = torch.empty(words.size, dtype=torch.int32, device=logits.device)
+        self._device.copy(on_device, staging.tensor[: words.size])
+        staging.event = self._device.mark()
+        apply_masks(logits, masked, on_device.view(words.shape))
+        return {masked[index]: reason for index, reason in failed.items()}

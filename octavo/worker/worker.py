@@ -12,6 +12,7 @@ from time import perf_counter
 from octavo.config import WorkerConfig
 from octavo.device.base import Device
 from octavo.errors import ConfigError
+from octavo.grammar.matcher import Grammars
 from octavo.types import SAMPLE, Admit, StepPlan, StepResult, TokenParams, WorkerInfo, pack
 from octavo.weights.loader import LoadReport
 from octavo.worker.assemble import (
@@ -41,6 +42,7 @@ class Worker:
         self._config = config
         self._device: Device = open_device(config) if device is None else device
         self._runner: Runner | None = None
+        self._grammars: Grammars | None = None
         self._timings: list[tuple[str, float]] = []
         self._report: Report = _silent
 
@@ -60,6 +62,9 @@ class Worker:
             choices = choose(config, spec, device)
             # What cannot fit now will not fit after loading: say so before that takes its time.
             plan_cache(self._cache_request(choices, free_at_start))
+        if config.vocabulary is not None:
+            size, threads = choices.spec.vocab_size, min(8, device.threads)
+            self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
             decoder = build(config, choices, device)
             check_room(decoder, device.free_memory())
@@ -158,6 +163,7 @@ class Worker:
             self._device,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            grammars=self._grammars,
         )
 
     def _peak_of_a_step(self, model: Model, short: Model, choices: Choices) -> int:

@@ -1,0 +1,116 @@
+"""The program that compiles demands for real, in a process of its own: `python -m ... .check`.
+
+Compiling can take minutes, fill the memory or overflow a stack, and cannot be interrupted; in here
+that harms nobody, and the parent ends it after its time (`compiler.py`, the next file). A grammar
+that compiles is tried with a few tokens too, as some become too complex only then. Reads one demand
+a line from standard input, after the vocabulary, and writes one answer a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from random import Random
+from time import process_time
+
+import llguidance
+import msgspec
+import numpy as np
+
+from octavo.config import Vocabulary
+from octavo.grammar.forms import GrammarError, form_of
+from octavo.grammar.request import Form, StructuredOutputs
+from octavo.grammar.vocabulary import new_matcher, open_vocabulary, special_texts
+
+MAX_MEMORY = 4 * 2**30  # bytes of address space
+COMPILE_SECONDS = 1.0  # of this process's own time
+TRIED_TOKENS = 32
+MASK_SECONDS = 0.05  # a token's, on average
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A grammar, or why there is none."""
+
+    form: Form | None = None
+    error: str = ""
+
+
+def judge(
+    wanted: StructuredOutputs, tokenizer: llguidance.LLTokenizer, special: dict[str, int]
+) -> Verdict:
+    """Makes, compiles and tries the grammar of one demand."""
+    name = next(
+        field
+        for field in ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+        if msgspec.structs.asdict(wanted)[field] is not None
+    )
+    try:
+        form = form_of(wanted, special)
+        started = process_time()
+        matcher = new_matcher(tokenizer, form.text)
+        if matcher.is_error():
+            return Verdict(error=f"{name}: {_reason(matcher.get_error())}")
+        if process_time() - started > COMPILE_SECONDS:
+            return Verdict(error=f"{name}: it takes too long to compile; make it simpler")
+        problem = _try(matcher, tokenizer)
+    except GrammarError as error:
+        return Verdict(error=str(error))
+    except RecursionError:
+        return Verdict(error=f"{name}: it is nested too deep; make it flatter")
+    if problem:
+        return Verdict(error=f"{name}: {problem}")
+    return Verdict(form)
+
+
+def _try(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> str:
+    """Goes a few tokens along a random path; what is wrong, if anything."""
+    draw = Random(0)
+    eos = set(tokenizer.eos_tokens)
+    started = process_time()
+    for step in range(TRIED_TOKENS):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        more = [token for token in allowed.tolist() if token not in eos]
+        if matcher.is_error():
+            return _reason(matcher.get_error())
+        if not more or matcher.is_stopped():
+            if step == 0:
+                return "it allows no answer, or an empty one only; allow at least one character"
+            return "" if matcher.is_accepting() else "it comes to where nothing is allowed"
+        if not matcher.consume_token(draw.choice(more)):
+            return _reason(matcher.get_error())
+    if process_time() - started > TRIED_TOKENS * MASK_SECONDS:
+        return "it takes too long for each token; make it simpler"
+    return ""
+
+
+def _reason(error: str) -> str:
+    """What the library says, in one line and without its state."""
+    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
+    shown = " ".join(line for line in lines if line)
+    if "NoExtension" in shown:
+        return "it allows no answer at all; make it wider"
+    shown = shown.partition("; following special tokens")[0][:240] or "unknown error"
+    return f"it cannot be enforced: {shown.rstrip('. ')}"
+
+
+def main() -> int:
+    """Serves demands until its input ends."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    vocabulary = msgspec.json.decode(source.readline(), type=Vocabulary)
+    tokenizer, special = open_vocabulary(vocabulary), special_texts(vocabulary)
+    target.write(b"{}\n")
+    target.flush()
+    while line := source.readline():
+        verdict = judge(msgspec.json.decode(line, type=StructuredOutputs), tokenizer, special)
+        target.write(msgspec.json.encode(verdict) + b"\n")
+        target.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""`GrammarCompiler`: demands to checked grammars, within a time, without harm to this process.
+
+Keeps a few processes of `check.py`, started when they are first needed and ended when a demand
+takes too long, and remembers its last verdicts, good and bad. Not for: what a process does
+(`check.py`), or following an answer (`matcher.py`).
+"""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+
+import msgspec
+
+from octavo.config import Vocabulary
+from octavo.errors import InvalidRequest
+from octavo.grammar.check import Verdict
+from octavo.grammar.request import PARAM, Form, StructuredOutputs
+
+SECONDS = 1.6  # for one demand, of the two that a client may have to wait
+START_SECONDS = 30.0  # for a process to be ready, on a busy machine
+PROCESSES = 2
+REMEMBERED = 256  # verdicts
+REMEMBERED_BYTES = 2**24
+
+
+class CheckerDied(Exception):
+    """The process ended or was ended while it worked."""
+
+
+class Checker:
+    """One process of `check.py`; used by one thread at a time."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.grammar.check"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._ready = False
+        self._line = msgspec.json.encode(vocabulary) + b"\n"
+
+    def judge(self, wanted: bytes, seconds: float) -> Verdict:
+        """Raises CheckerDied, and TimeoutError when the time is over; both end the process."""
+        try:
+            if not self._ready:
+                self._send(self._line)
+                self._receive(START_SECONDS)
+                self._ready, self._line = True, b""
+            self._send(wanted + b"\n")
+            return msgspec.json.decode(self._receive(seconds), type=Verdict)
+        except (OSError, CheckerDied):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
+    def _receive(self, seconds: float) -> bytes:
+        assert self._process.stdout is not None
+        deadline, parts = time.monotonic() + seconds, b""
+        while not parts.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, left))
+            if not ready:
+                raise TimeoutError
+            data = self._process.stdout.read1(2**16)  # type: ignore[attr-defined]
+            if not data:
+                raise CheckerDied
+            parts += data
+        return parts
+
+
+class GrammarCompiler:
+    """Compiles for one model; safe to use from several threads, which may have to wait."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._known_bytes = 0
+        self._lock = threading.Lock()
+        self._free: list[Checker] = []
+        self._places = threading.Semaphore(PROCESSES)
+        self.close = weakref.finalize(self, _close, self._free)  # called at the latest at exit
+
+    def known(self, wanted: StructuredOutputs) -> Form | None:
+        """The grammar, if it has been compiled before. Raises as `compile` does."""
+        with self._lock:
+            key = msgspec.json.encode(wanted)
+            verdict = self._known.get(key)
+            if verdict is None:
+                return None
+            self._known.move_to_end(key)
+        return _form(verdict)
+
+    def compile(self, wanted: StructuredOutputs) -> Form:
+        """Raises InvalidRequest for what cannot be enforced or takes too long."""
+        if (form := self.known(wanted)) is not None:
+            return form
+        if not self._vocabulary.eos_ids:
+            raise InvalidRequest(
+                f"{PARAM}: this model has no end token, so that no answer could end.", PARAM
+            )
+        line = msgspec.json.encode(wanted)
+        verdict = self._judge(line)
+        self._remember(line, verdict)
+        return _form(verdict)
+
+    def _judge(self, line: bytes) -> Verdict:
+        with self._places:
+            for _ in range(2):  # one that has idled for long may be gone
+                with self._lock:
+                    idle = self._free.pop() if self._free else None
+                checker = idle or Checker(self._vocabulary)
+                try:
+                    verdict = checker.judge(line, SECONDS)
+                except TimeoutError:
+                    return Verdict(
+                        error=f"it takes more than {SECONDS} seconds to compile; make it simpler"
+                    )
+                except (OSError, CheckerDied):
+                    if idle is not None:
+                        continue
+                    break
+                with self._lock:
+                    self._free.append(checker)
+                return verdict
+        return Verdict(error="it is too large or nested too deep to compile; make it simpler")
+
+    def _remember(self, key: bytes, verdict: Verdict) -> None:
+        size = len(key) + len(msgspec.json.encode(verdict))
+        if size > REMEMBERED_BYTES // 8:
+            return
+        with self._lock:
+            if key in self._known:
+                return
+            self._known[key] = verdict
+            self._known_bytes += size
+            while len(self._known) > REMEMBERED or self._known_bytes > REMEMBERED_BYTES:
+                old, gone = self._known.popitem(last=False)
+                self._known_bytes -= len(old) + len(msgspec.json.encode(gone))
+
+
+def _form(verdict: Verdict) -> Form:
+    if verdict.form is None:
+        raise InvalidRequest(f"{PARAM}.{verdict.error}.", PARAM)
+    return verdict.form
+
+
+def _close(checkers: list[Checker]) -> None:
+    while checkers:
+        checkers.pop().close()

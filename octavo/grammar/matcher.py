@@ -1,0 +1,145 @@
+"""`Grammars` and `Follower`: which tokens a grammar allows next, step by step. The worker's side.
+
+Grammars are compiled in a few threads, from the moment that a sequence is admitted; each step's
+tokens are taken in and its masks computed by one call for all rows, in native threads with the
+interpreter free, so that it goes on beside the model's own work. Every grammar has been checked by
+`check.py` before; one that becomes too complex all the same fails its own request alone.
+Not for: applying a mask (`sampling/masks.py`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.config import Vocabulary
+from octavo.grammar.numbers import NumberGuard, digit_runs
+from octavo.grammar.vocabulary import new_matcher, open_vocabulary, table_of
+from octavo.types import Grammar
+
+Words = NDArray[np.int32]  # [n, words of 32 tokens], a bit each, the lowest first
+
+COMPILED = 64  # grammars that are kept
+FAILED = "structured_outputs: the grammar became too complex for this answer"
+
+
+class Follower:
+    """One sequence's place in its grammar. Tokens are noted here and taken in by the next masks."""
+
+    __slots__ = ("_guard", "_new", "_start", "matcher")
+
+    def __init__(
+        self, start: Future[llguidance.LLMatcher], tokens: Sequence[int], grammar: Grammar
+    ) -> None:
+        """`tokens` are those of the answer so far."""
+        self._start = start
+        self._new = list(tokens)
+        self._guard = NumberGuard() if grammar.json else None
+        self.matcher: llguidance.LLMatcher | None = None
+
+    def append(self, token: int) -> None:
+        """A token has been chosen."""
+        self._new.append(token)
+
+    def catch_up(self, table: Sequence[bytes]) -> llguidance.LLMatcher:
+        """The matcher after all tokens; waits for the grammar if it is still being compiled."""
+        if self.matcher is None:
+            self.matcher = self._start.result().deep_copy()
+        if self._new:
+            tokens, self._new = self._new, []
+            self.matcher.consume_tokens(tokens)
+            if self._guard is not None:
+                for token in tokens:
+                    self._guard.feed(table[token] if token < len(table) else b"")
+        return self.matcher
+
+    @property
+    def digits_left(self) -> int | None:
+        """How many more digits the number may have that is being written, None if any."""
+        return None if self._guard is None else self._guard.left
+
+
+class Grammars:
+    """All that a worker needs for grammars."""
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int, threads: int) -> None:
+        """For logits of `vocab_size` columns; masks are made in so many threads."""
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self._words = -(-vocab_size // 32)
+        self._pool = ThreadPoolExecutor(max(2, min(4, threads)), "grammar")
+        self._steps = ThreadPoolExecutor(1, "masks")
+        self._native = llguidance.LLExecutor(max(1, threads))
+        self._opened: Future[llguidance.LLTokenizer] | None = None
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._table: list[bytes] = []
+        self._runs: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._pool.submit(self._tokenizer)  # some tenths of a second that no request waits for
+
+    def follow(self, grammar: Grammar, tokens: Sequence[int]) -> Follower:
+        """A follower after `tokens` of an answer; compiling goes on meanwhile."""
+        start = self._compiled.get(grammar.text)
+        if start is None:
+            start = self._pool.submit(self._compile, grammar.text)
+            self._compiled[grammar.text] = start
+            if len(self._compiled) > COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar.text)
+        return Follower(start, tokens, grammar)
+
+    def begin(self, followers: Sequence[Follower]) -> Future[tuple[Words, dict[int, str]]]:
+        """Masks of the next token of each, and why there is none by index; computed meanwhile.
+
+        The followers must not be touched before the result is there.
+        """
+        return self._steps.submit(self.masks, followers)
+
+    def masks(self, followers: Sequence[Follower]) -> tuple[Words, dict[int, str]]:
+        """As `begin`, waiting for it."""
+        matchers = [follower.catch_up(self._table) for follower in followers]
+        words: Words = np.zeros((len(matchers), self._words), np.int32)
+        self._native.unsafe_compute_mask_ptr(
+            list(zip(matchers, range(len(matchers)), strict=True)),
+            words.ctypes.data,
+            self._words * 4,
+            len(matchers),
+        )
+        failed: dict[int, str] = {}
+        for index, (follower, matcher) in enumerate(zip(followers, matchers, strict=True)):
+            if matcher.is_error():
+                failed[index] = FAILED
+            elif (left := follower.digits_left) is not None:
+                self._bound(words[index], left)
+        return words, failed
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._steps.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, text: str) -> llguidance.LLMatcher:
+        return new_matcher(self._tokenizer(), text)
+
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        if self._opened is None:
+            opened: Future[llguidance.LLTokenizer] = Future()
+            self._opened = opened
+            try:
+                self._table = table_of(self._vocabulary)
+                self._runs = digit_runs(self._table, 32 * self._words)
+                opened.set_result(open_vocabulary(self._vocabulary, self._vocab_size))
+            except Exception as error:
+                opened.set_exception(error)
+        return self._opened.result()
+
+    def _bound(self, words: Words, left: int) -> None:
+        """Takes out the tokens that begin with more than `left` digits, if others remain."""
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little").astype(np.bool_)
+        kept = bits & (self._runs <= left)
+        if kept.any() and not kept.all():
+            words[:] = np.packbits(kept, bitorder="little").view(np.int32)

@@ -163,10 +163,7 @@ class HostChooser:
                 bad.setdefault(index, NO_TOKEN)
                 logits[index] = 0.0
 
-
-    def _apply_masks(
-        self, logits: Tensor, rules: dict[int, RowRules], bad: dict[int, str]
-    ) -> None:
+    def _apply_masks(self, logits: Tensor, rules: dict[int, RowRules], bad: dict[int, str]) -> None:
         assert self._masks is not None
         words, failed = self._masks.result()
         for place, reason in failed.items():

@@ -159,6 +159,35 @@ FLAGS: Final[Mapping[str, str]] = {
     name: sentence for sentence, names in _FLAGS for name in names.split()
 }
 
+_NO_SLEEP = "an engine cannot sleep yet; stop the server and start it anew"
+_NO_PAUSE = "generation cannot be paused; hold requests back in front of the server"
+_NO_ADAPTERS = "LoRA adapters are not built yet"
+_NO_POOLING = "this server does not rank or classify; use /v1/embeddings and compare"
+_NO_AUDIO = "prompts are text only"
+_NO_TRAINER = "weights are not changed while they are served; start the server anew"
+ROUTES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _NO_SLEEP),
+    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _NO_PAUSE),
+    "/abort_requests": "close the connection of a request to end it",
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _NO_ADAPTERS),
+    **dict.fromkeys(
+        ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+        _NO_POOLING,
+    ),
+    **dict.fromkeys(
+        ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _NO_AUDIO
+    ),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _NO_AUDIO),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "use a profiler such as py-spy or nsys"),
+    "/tokenizer_info": "the files of the model hold it; /tokenize and /detokenize are served",
+    "/collective_rpc": "code of callers is not run in the worker",
+    **dict.fromkeys(("/update_weights", "/init_weight_transfer_engine"), _NO_TRAINER),
+    "/generate": "use /v1/completions, or /v2/models/{name}/generate",
+    "/v1/messages": "use /v1/chat/completions",
+    "/v1/messages/count_tokens": "use /tokenize with messages",
+    "/v2/embed": "use /v1/embeddings",
+}
+
 _POOLING = "the model only generates here; leave it to an engine made for that"
 _SLEEP = "an engine cannot sleep yet; use shutdown and make it anew"
 _PROFILE = "use an external profiler, such as py-spy or nsys"

@@ -294,6 +294,10 @@ class EngineArgs(Record):
         None, "LoRA adapters are not built yet; leave it out.", kind="list"
     )
     enable_sleep_mode: bool = absent(False, "an engine cannot sleep yet; leave it out.")
+    stream_interval: int = absent(1, "each token is sent as soon as it is there; use 1.")
+    logprobs_mode: str = absent(
+        "raw_logprobs", "log-probs are of the model's own logits; use raw_logprobs."
+    )
     limit_mm_per_prompt: Any = absent(None, "prompts are text only; leave it out.", kind="json")
     enable_expert_parallel: bool = absent(False, ONE_DEVICE)
     nnodes: int = absent(1, "more than one machine is not supported in this build; use 1.")
@@ -446,6 +450,12 @@ class ServerArgs(Record):
     )
     api_server_count: int = absent(1, "one process serves HTTP; use 1.")
     headless: bool = absent(False, "more than one machine is not supported in this build.")
+    disable_uvicorn_access_log: bool = option(
+        True,
+        "there is no access log, so both values mean the same",
+        group="Logging",
+        hidden=True,
+    )
     disable_access_log_for_endpoints: str | None = absent(
         None, "there is no access log; leave it out.", kind="str"
     )

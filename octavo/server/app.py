@@ -24,6 +24,7 @@ from octavo.server.completions import completions
 from octavo.server.context import Serving
 from octavo.server.engine import Engine
 from octavo.server.errors import on_http_exception, on_octavo_error
+from octavo.server.invocations import invocations
 from octavo.server.middleware import Auth, Edge
 from octavo.server.settings import ServerSettings
 
@@ -40,12 +41,16 @@ KSERVE_ACTIONS: list[tuple[str, str, Handler]] = [
     ("", "GET", kserve.model_metadata),
 ]
 
+# the field of a body to /invocations, and who answers it
+INVOKED: dict[str, Handler] = {"messages": chat_completions, "prompt": completions}
+
 # path, methods, handler
 ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/v1/chat/completions", ["POST"], chat_completions),
     ("/v1/completions", ["POST"], completions),
     ("/v1/models", ["GET"], models.list_models),
     ("/v1/models/{name:path}", ["GET"], models.show_model),
+    ("/invocations", ["POST"], invocations(INVOKED)),
     ("/tokenize", ["POST"], models.tokenize),
     ("/detokenize", ["POST"], models.detokenize),
     ("/health", ["GET"], health.ready),

@@ -24,6 +24,7 @@ from octavo.errors import (
     ServerError,
     TooLarge,
 )
+from octavo.foreign import ROUTES
 from octavo.log import Log
 
 log = Log(__name__)
@@ -123,6 +124,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for what the router refuses: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path[:200], request.method
+    if error.status_code == 404 and path in ROUTES:
+        return error_response(NotFound(f"{path} is not served here: {ROUTES[path]}."))
     if error.status_code == 404:
         return error_response(NotFound(f"There is no route {path}. GET /docs lists all."))
     message = f"{error.detail}: {method} {path}"

@@ -27,7 +27,7 @@ OPEN_PATHS = frozenset(
     }
 )
 # Counted by /load while they last.
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/invocations"})
 GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
 # Asked for all the time and telling nothing: left out of the HTTP metrics.
 UNCOUNTED = OPEN_PATHS | {"/metrics", "/load", "/version", "/server_info"}

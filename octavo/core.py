@@ -26,8 +26,8 @@ from octavo.types import WorkerInfo
 class CoreSettings:
     """All that a core's process is told. Sizes in `scheduler` that the worker finds are zero."""
 
-    addresses: Addresses
-    parent: int  # process id of the API process
+    addresses: tuple[Addresses, ...]  # of its clients; the first is the server's own
+    parent: int  # process id of the server
     worker: WorkerConfig
     scheduler: SchedulerConfig
 

@@ -12,12 +12,13 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +37,20 @@ CORE_PROGRAM = (sys.executable, "-m", "octavo.core")  # gets its `CoreSettings` 
 logger = logging.getLogger("octavo.supervisor")
 
 
+class Others(Protocol):
+    """Processes besides this one that talk to the core; see `fleet.py`."""
+
+    count: int
+
+    def core_started(self, addresses: Sequence[Addresses]) -> None:
+        """A core is being started; each process has its own address."""
+        ...
+
+    def core_died(self, error: str) -> None:
+        """The core is gone."""
+        ...
+
+
 class Supervisor:
     """Owns the core's process and the client that talks to it."""
 
@@ -47,16 +62,19 @@ class Supervisor:
         on_stats: Callable[[StepStats], None] | None = None,
         on_death: Callable[[], None] | None = None,
         program: Sequence[str] = CORE_PROGRAM,
+        others: Others | None = None,
     ) -> None:
         """`on_stats` gets each step's figures, `on_death` is called when a core has died.
 
         `program` is the command line of the core's process; benchmarks have one of their own.
+        `others` are more processes that talk to the same core.
         """
         self._worker = worker
         self._scheduler = scheduler
         self._on_stats = on_stats
         self._on_death = on_death
         self._program = tuple(program)
+        self._others = others
         self._client: EngineClient | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._folder: Path | None = None
@@ -119,6 +137,13 @@ class Supervisor:
         self._kill_process()
         self._forget()
 
+    def dump_stacks(self) -> None:
+        """Has the core write the stacks of its threads to its stderr, even if it hangs."""
+        running = self._process is not None and self._process.returncode is None
+        if running and self.client.ready.is_set():  # before that it does not listen for it
+            assert self._process is not None
+            self._process.send_signal(signal.SIGUSR1)
+
     def _kill_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -139,9 +164,12 @@ class Supervisor:
 
     async def _spawn(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
-        addresses = Addresses.in_folder(self._folder)
-        self._client = EngineClient(addresses, self._on_stats, self._kill_process)
-        settings = CoreSettings(addresses, os.getpid(), self._worker, self._scheduler)
+        others = self._others.count if self._others is not None else 0
+        addresses = [Addresses.in_folder(self._folder, number) for number in range(1 + others)]
+        self._client = EngineClient(addresses[0], self._on_stats, self._kill_process)
+        if self._others is not None:
+            self._others.core_started(addresses[1:])
+        settings = CoreSettings(tuple(addresses), os.getpid(), self._worker, self._scheduler)
         self._process = await asyncio.create_subprocess_exec(
             *self._program, stdin=asyncio.subprocess.PIPE
         )
@@ -171,6 +199,8 @@ class Supervisor:
         error = self._reason(code)
         self._has_served = self._has_served or self.client.ready.is_set()
         self.client.fail(EngineDead(error.message))
+        if self._others is not None:
+            self._others.core_died(error.message)
         if self._stopping:
             return EngineDead("the engine has been stopped")
         if self._on_death is not None:

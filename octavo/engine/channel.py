@@ -1,7 +1,8 @@
-"""The two one-way channels between the API process and the engine core, over local sockets.
+"""The two one-way channels between an API process and the engine core, over local sockets.
 
-Messages are msgspec records of `types.py` and nothing else is ever decoded (no pickle). The API
-process owns a private folder with both sockets and binds them; the core connects.
+Messages are msgspec records of `types.py` and nothing else is ever decoded (no pickle). The
+server owns a private folder with the sockets. Each API process has two of its own and binds them;
+the core connects to all, and so knows whose message it has.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Addresses:
     from_core: str
 
     @classmethod
-    def in_folder(cls, folder: Path) -> Addresses:
-        """Two sockets inside a folder that only this user may enter."""
-        return cls(f"ipc://{folder}/to-core", f"ipc://{folder}/from-core")
+    def in_folder(cls, folder: Path, number: int = 0) -> Addresses:
+        """Two sockets of client `number` inside a folder that only this user may enter."""
+        return cls(f"ipc://{folder}/to-core-{number}", f"ipc://{folder}/from-core-{number}")
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -96,6 +96,11 @@ class EngineClient:
         """Sequences that have been submitted and not ended."""
         return len(self._streams)
 
+    def welcome(self, info: WorkerInfo) -> None:
+        """The core takes requests; said here to a client that came after the core said it."""
+        if self.info is None:
+            self._handle(Ready(info))
+
     def submit(self, requests: Sequence[AddRequest], listener: Listener) -> None:
         """Sends the sequences of one request; their ids must be unique."""
         if self.dead is not None:

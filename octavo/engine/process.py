@@ -6,11 +6,13 @@ Next file: `client.py`, the other end.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -25,132 +27,202 @@ from octavo.types import (
     FromCore,
     Progress,
     Ready,
+    SequenceOutput,
+    StepOutputs,
+    StepStats,
     ToCore,
     WorkerInfo,
 )
 
 HEARTBEAT_SECONDS = 0.5
+FORGET = "forget"  # a Control of the server: a client is gone, its sequences are to be ended
+STDERR = 2
 
 Report = Callable[[str], None]
 
 
 class Inbox:
-    """A thread that takes messages off the socket, so that a long step never delays the client."""
+    """Threads that take messages off the sockets, so that a long step never delays a client."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.messages: queue.SimpleQueue[ToCore | msgspec.MsgspecError] = queue.SimpleQueue()
-        self._socket = open_socket(context, zmq.PULL)
-        self._socket.connect(address)
-        self._decoder = msgspec.msgpack.Decoder(ToCore)
-        threading.Thread(target=self._receive, name="inbox", daemon=True).start()
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], addresses: Sequence[Addresses]
+    ) -> None:
+        self.messages: queue.SimpleQueue[tuple[int, ToCore | msgspec.MsgspecError]] = (
+            queue.SimpleQueue()
+        )
+        for client, address in enumerate(addresses):
+            socket = open_socket(context, zmq.PULL)
+            socket.connect(address.to_core)
+            threading.Thread(
+                target=self._receive, args=(client, socket), name=f"inbox-{client}", daemon=True
+            ).start()
 
-    def _receive(self) -> None:
+    def _receive(self, client: int, socket: zmq.Socket[bytes]) -> None:
+        decoder = msgspec.msgpack.Decoder(ToCore)
         while True:
             try:
-                self.messages.put(self._decoder.decode(self._socket.recv()))
+                self.messages.put((client, decoder.decode(socket.recv())))
             except zmq.ContextTerminated:
                 return
             except msgspec.MsgspecError as error:
-                # Only our own client can connect. A request that is lost would never be answered.
-                self.messages.put(error)
+                # Only our own clients can connect. A request that is lost would never be answered.
+                self.messages.put((client, error))
 
-    def drain(self, patience: float) -> list[ToCore]:
-        """All messages that are there, after at most `patience` seconds for the first of them."""
-        found: list[ToCore] = []
+    def drain(self, patience: float) -> list[tuple[int, ToCore]]:
+        """(client, message) of all that are there, after at most `patience` seconds for one."""
+        found: list[tuple[int, ToCore]] = []
         try:
-            message = self.messages.get(patience > 0, patience)
+            client, message = self.messages.get(patience > 0, patience)
             while True:
                 if isinstance(message, msgspec.MsgspecError):
                     raise message
-                found.append(message)
-                message = self.messages.get_nowait()
+                found.append((client, message))
+                client, message = self.messages.get_nowait()
         except queue.Empty:
             return found
 
 
 class Outbox:
-    """The way back to the client."""
+    """The way back to the clients."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._socket = open_socket(context, zmq.PUSH)
-        self._socket.linger = 1000  # a last message must get out before the process ends
-        self._socket.connect(address)
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], addresses: Sequence[Addresses]
+    ) -> None:
+        self._sockets = [open_socket(context, zmq.PUSH) for _ in addresses]
+        for socket, address in zip(self._sockets, addresses, strict=True):
+            socket.linger = 1000  # a last message must get out before the process ends
+            socket.connect(address.from_core)
 
-    def send(self, message: FromCore) -> None:
+    def send(self, message: FromCore, client: int = 0) -> None:
         """Hands the message to the socket's own thread."""
-        self._socket.send(encode(message))
+        self._sockets[client].send(encode(message))
+
+    def send_all(self, message: FromCore) -> None:
+        """The same to every client."""
+        data = encode(message)
+        for socket in self._sockets:
+            socket.send(data)
+
+
+class Owners:
+    """Which client each open sequence belongs to, and with that where its news goes.
+
+    With several clients the first is the server's own: it gets the figures of every step and no
+    sequences, the others get their sequences and no figures.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._clients: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def add(self, name: str, client: int) -> None:
+        """A new sequence."""
+        self._clients[name] = client
+
+    def forget(self, client: int) -> list[str]:
+        """The sequences of a client that is gone; their news goes nowhere from now on."""
+        names = [name for name, owner in self._clients.items() if owner == client]
+        for name in names:
+            del self._clients[name]
+        return names
+
+    def send(self, message: StepOutputs) -> None:
+        """Sends the news of a step to those whom it concerns."""
+        clients = self._clients
+        by_client: dict[int, list[SequenceOutput]] = {0: []}
+        for output in message.outputs:
+            client = clients.get(output.id)
+            if client is None:
+                continue  # of a client that is gone
+            by_client.setdefault(client, []).append(output)
+            if output.reason is not None:
+                del clients[output.id]
+        self._outbox.send(StepOutputs(by_client.pop(0), message.stats))
+        for client, outputs in by_client.items():
+            self._outbox.send(StepOutputs(outputs, _NO_STATS), client)
+
+
+_NO_STATS = StepStats()
 
 
 class Heartbeat:
-    """A thread that tells the client that this process lives, what it does, and when it moved.
+    """A thread that tells all clients that this process lives, what it does, and when it moved.
 
     It also ends the process when its parent is gone, so that no core is ever left behind.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, parent: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], addresses: Sequence[Addresses], parent: int
+    ) -> None:
         self.phase = "loading"
         self.detail = ""
         self.last_step = time.monotonic()
         self.pending = 0
         self._context = context
-        self._address = address
+        self._addresses = addresses
         self._parent = parent
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        outbox = Outbox(self._context, self._address)
+        outbox = Outbox(self._context, self._addresses)
         while os.getppid() == self._parent:
             now = time.monotonic()
-            outbox.send(Progress(now, self.phase, self.last_step, self.pending, self.detail))
+            outbox.send_all(Progress(now, self.phase, self.last_step, self.pending, self.detail))
             time.sleep(HEARTBEAT_SECONDS)
         os._exit(1)
 
 
 def run(
-    addresses: Addresses,
+    addresses: Addresses | Sequence[Addresses],
     parent: int,
     build: Callable[[Report], tuple[EngineCore, WorkerInfo]],
 ) -> int:
     """Builds the core, then serves until a `stop` arrives; the exit code.
 
-    The process ends by itself once `parent`, a process id, is no longer its parent.
+    `addresses` are those of its clients. The process ends by itself once `parent`, a process id,
+    is no longer its parent.
     """
+    clients = [addresses] if isinstance(addresses, Addresses) else addresses
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outbox = Outbox(context, addresses.from_core)
-    heartbeat = Heartbeat(context, addresses.from_core, parent)
+    outbox = Outbox(context, clients)
+    heartbeat = Heartbeat(context, clients, parent)
 
     def report(detail: str) -> None:
         heartbeat.detail = detail
 
     try:
-        # Requests may be waiting in the socket already; it is read once there is a core for them.
+        # Requests may be waiting in the sockets already; they are read once there is a core.
         core, info = build(report)
-        inbox = Inbox(context, addresses.to_core)
-        outbox.send(Ready(info))
+        inbox = Inbox(context, clients)
+        outbox.send_all(Ready(info))
         heartbeat.phase, heartbeat.detail = "idle", ""
         _serve(core, inbox, outbox, heartbeat)
     except Exception as error:
-        outbox.send(Died(f"{error}", type(error).__name__))
+        outbox.send_all(Died(f"{error}", type(error).__name__))
         raise
     return 0
 
 
-def _serve(
-    core: EngineCore,
-    inbox: Inbox,
-    outbox: Outbox,
-    heartbeat: Heartbeat,
-) -> None:
-    pending: set[str] = set()
+def _serve(core: EngineCore, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat) -> None:
+    pending = Owners(outbox)
     while True:
-        for message in inbox.drain(core.patience() if core.has_work() else HEARTBEAT_SECONDS):
+        for client, message in inbox.drain(
+            core.patience() if core.has_work() else HEARTBEAT_SECONDS
+        ):
             if isinstance(message, AddRequest):
-                pending.add(message.id)
+                pending.add(message.id, client)
                 core.add(message)
             elif isinstance(message, Control):
                 if message.op == "stop":
                     return
-                outbox.send(_control(core, message))
+                if message.op == FORGET:
+                    core.abort(pending.forget(int(message.args["client"])))
+                    outbox.send(ControlReply(message.id), client)
+                    continue
+                outbox.send(_control(core, message), client)
             else:
                 core.abort(message.ids)
         if not core.has_work():
@@ -162,8 +234,7 @@ def _serve(
             heartbeat.phase, heartbeat.last_step = "running", time.monotonic()
         heartbeat.pending = len(pending)
         if (outputs := core.step()) is not None:
-            pending.difference_update(o.id for o in outputs.outputs if o.reason is not None)
-            outbox.send(outputs)
+            pending.send(outputs)
         heartbeat.last_step = time.monotonic()
         heartbeat.pending = len(pending)
 

@@ -26,6 +26,8 @@ class Scheduling:
     priority: int = 0  # lower is served first
     deadline: float = 0.0  # 0 is none
     cache_salt: str = ""
+    tenant: str = ""  # whose share of the engine it takes
+    weight: float = 1.0  # of that share
 
     def __post_init__(self) -> None:
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -88,6 +90,8 @@ def expand(
             priority=scheduling.priority,
             deadline=scheduling.deadline,
             cache_salt=scheduling.cache_salt,
+            tenant=scheduling.tenant,
+            weight=scheduling.weight,
         )
         for index in range(params.n)
     ]

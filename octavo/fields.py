@@ -23,6 +23,7 @@ Kind: TypeAlias = Literal["int", "float", "bool", "str", "json", "size", "list"]
 
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SERVICE = re.compile(r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _SIZE = re.compile(r"(-?\d+(?:\.\d+)?)(?:([kmgtKMGT])(iB)?)?")
 
 
@@ -153,6 +154,11 @@ def unknown_name(name: str, known: Iterable[str], shown: str) -> str:
     return f"{shown} is not an option; `octavo serve --help` lists all."
 
 
+def is_service_link(name: str, value: str) -> bool:
+    """True for a variable that Kubernetes sets because a Service has a name like ours."""
+    return bool(_SERVICE.fullmatch(name)) or value.startswith(("tcp://", "udp://", "sctp://"))
+
+
 def refuse_dead_variables(environ: Mapping[str, str]) -> None:
     """Raises ConfigError if a variable is set that once had a meaning and has none now."""
     for name, remedy in DEAD_VARIABLES.items():
@@ -221,7 +227,7 @@ class Record:
                 setattr(self, name, normal(details, self.__dict__[name]))
                 continue
             for variable in details.env:
-                if environ.get(variable, "") == "":
+                if environ.get(variable, "") == "" or is_service_link(variable, environ[variable]):
                     continue
                 value = parse(details, environ[variable], f"{variable} (environment)")
                 if isinstance(value, int) and details.env_scale != 1 and variable[:5] == "VLLM_":

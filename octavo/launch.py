@@ -24,6 +24,7 @@ from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
 from octavo.resolve import notes
 from octavo.server.app import create_app
+from octavo.server.keys import Key, keys_of, read_keys
 from octavo.server.run import Listen
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
@@ -45,6 +46,7 @@ class Launch:
     server: ServerArgs
     began: float
     program: tuple[str, ...] = CORE_PROGRAM
+    keys: tuple[Key, ...] = ()
 
 
 def serve(
@@ -54,9 +56,10 @@ def serve(
 
     `program` is the command line of the core's process; benchmarks have one of their own.
     """
-    launch = Launch(engine_args, server_args, time.monotonic(), program)
+    began = time.monotonic()
     try:
         server_args.check()
+        launch = Launch(engine_args, server_args, began, program, _keys(server_args))
         frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
         return asyncio.run(_serve(launch, frontend))
     except OctavoError as error:
@@ -65,6 +68,7 @@ def serve(
 
 
 async def _serve(launch: Launch, frontend: Frontend) -> int:
+    stop, hurry = _signals()
     metrics = _metrics(launch, frontend)
     supervisor = Supervisor(
         frontend.worker,
@@ -76,18 +80,20 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
     await supervisor.start()
     try:
         engine = _text_engine(launch, frontend, supervisor, metrics)
-        app = create_app(engine, _settings(launch.server))
+        app = create_app(engine, _settings(launch))
         closing = asyncio.Event()
         http = asyncio.create_task(_listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
+        watch = asyncio.create_task(watch_stalls(engine, supervisor, launch.server.stall_limit))
         pool = EncoderPool(frontend.tokenizer)
         frontend.tokenizer.send_long_texts(pool.encode)
         preparing = asyncio.create_task(asyncio.to_thread(pool.prepare))
         try:
-            return await _until_end(launch, engine, supervisor, http)
+            return await _until_end(launch, engine, supervisor, http, stop=stop, hurry=hurry)
         finally:
             closing.set()
             ready.cancel()
+            watch.cancel()
             await preparing
             await pool.close()
             with contextlib.suppress(OctavoError):
@@ -101,9 +107,11 @@ async def _until_end(
     engine: TextEngine,
     supervisor: Supervisor,
     http: asyncio.Task[None],
+    *,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
 ) -> int:
     """Waits for a signal or a failure, whichever comes first; drains after a signal."""
-    stop, hurry = _signals()
     stopping = asyncio.create_task(stop.wait())
     first: set[asyncio.Future[Any]] = {stopping, http, supervisor.failure}
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +126,26 @@ async def _until_end(
     logger.info("event=drained cut=%d", cut)
     await asyncio.sleep(0.1)  # last events leave before the sockets close
     return 0
+
+
+async def watch_stalls(engine: TextEngine, supervisor: Supervisor, limit: float) -> None:
+    """Logs the stacks of a core that has not moved for `limit` seconds, once for each stall."""
+    told = False
+    while True:
+        await asyncio.sleep(min(1.0, limit / 4))
+        health = engine.health
+        stalled = health.stalled_for > limit and health.phase != "loading"
+        if stalled and not told:
+            logger.error(
+                "event=stalled seconds=%.1f phase=%s open=%d; the stacks of the core follow",
+                health.stalled_for,
+                health.phase,
+                engine.num_open,
+            )
+            supervisor.dump_stacks()
+        elif told and not stalled:
+            logger.info("event=moving_again")
+        told = stalled
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -174,9 +202,27 @@ async def _listen(app: ASGIApp, args: ServerArgs, stop: asyncio.Event) -> None:
     )
 
 
-def _settings(args: ServerArgs) -> ServerSettings:
+def _keys(args: ServerArgs) -> tuple[Key, ...]:
+    """The keys of the file, if there is one. Raises ConfigError."""
+    return () if args.api_keys_file is None else read_keys(args.api_keys_file)
+
+
+def _weights(launch: Launch) -> dict[str, float]:
+    """Shares of the queue by name of a key, where it is shared fairly."""
+    if launch.engine.scheduling_policy != "fair":
+        return {}
+    return {key.name: key.weight for key in (*keys_of(launch.server.api_key), *launch.keys)}
+
+
+def _settings(launch: Launch) -> ServerSettings:
+    args = launch.server
     return ServerSettings(
         api_keys=tuple(args.api_key),
+        keys=launch.keys,
+        request_timeout=args.request_timeout,
+        stall_limit=args.stall_limit,
+        timelines=launch.engine.timeline_requests,
+        log_requests=launch.engine.enable_log_requests,
         allowed_origins=tuple(args.allowed_origins),
         allowed_methods=tuple(args.allowed_methods),
         allowed_headers=tuple(args.allowed_headers),
@@ -238,6 +284,7 @@ def _text_engine(
             if args.max_num_queued_reqs is None
             else args.max_num_queued_reqs,
             args.max_num_queued_tokens,
+            _weights(launch),
         ),
         metrics=metrics,
         generation_defaults=frontend.sampling_defaults,

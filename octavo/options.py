@@ -10,6 +10,7 @@ Next file: `resolve.py`.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import os
@@ -20,11 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.fields import Record, absent, flag_of, option, options_of, unknown_name
+from octavo.fields import (
+    Record,
+    absent,
+    flag_of,
+    is_service_link,
+    option,
+    options_of,
+    unknown_name,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 ONE_DEVICE = "this build runs a model on one CPU device; use 1, and start more servers for more."
 GIB = 2**30
+TEST_VARIABLES = ("OCTAVO_TEST_MODEL",)
 
 
 @dataclass
@@ -170,9 +180,10 @@ class EngineArgs(Record):
     )
     scheduling_policy: str = option(
         "fcfs",
-        "who leaves the queue first: oldest, or lowest priority number",
+        "who leaves the queue first: oldest, lowest priority number, or (fair) a request of the "
+        "API key that was served the fewest tokens for its weight",
         group="Scheduling",
-        choices=("fcfs", "priority"),
+        choices=("fcfs", "priority", "fair"),
     )
     max_num_queued_reqs: int | None = option(
         None,
@@ -261,7 +272,16 @@ class EngineArgs(Record):
         "load and speed are on the route /metrics and never logged, so both values mean the same",
         group="Logging",
     )
-    enable_log_requests: bool = absent(False, "requests are not logged; leave it out.")
+    enable_log_requests: bool = option(
+        False, "log a line for each request of the server that has ended", group="Logging"
+    )
+    timeline_requests: int = option(
+        512,
+        "last requests of which GET /v1/requests/{id}/timeline can tell; 0 writes none down",
+        group="Logging",
+        minimum=0,
+        maximum=100_000,
+    )
 
     tokenizer_mode: str = absent("auto", "there is one tokenizer; use auto.")
     runner: str = absent("auto", "models generate text only; use auto.")
@@ -304,6 +324,7 @@ class EngineArgs(Record):
     node_rank: int = absent(0, "more than one machine is not supported in this build; use 0.")
 
     def __post_init__(self) -> None:
+        refuse_unknown_variables(os.environ)
         self.fill(os.environ)
 
     def check(self) -> None:
@@ -339,6 +360,12 @@ class ServerArgs(Record):
         secret=True,
         env=("OCTAVO_API_KEY", "VLLM_API_KEY"),
     )
+    api_keys_file: str | None = option(
+        None,
+        "TOML or JSON file of keys with names, scopes and weights (docs/serving.md)",
+        kind="str",
+        env=("OCTAVO_API_KEYS_FILE",),
+    )
     allowed_origins: list[str] = option([], "origins that browsers may call from")
     allowed_methods: list[str] = option(["*"], "methods that browsers may use")
     allowed_headers: list[str] = option(["*"], "headers that browsers may send")
@@ -350,6 +377,17 @@ class ServerArgs(Record):
     )
     shutdown_timeout: float = option(
         30.0, "seconds that running requests get to end after SIGTERM", minimum=0
+    )
+    request_timeout: float = option(
+        0.0,
+        "seconds in which a request that names no deadline must be answered, else 504; 0 is none",
+        minimum=0,
+    )
+    stall_limit: float = option(
+        10.0,
+        "seconds without a step, while work waits, after which readiness is 503 and the stacks of "
+        "the engine are logged",
+        minimum=0.1,
     )
     timeout_keep_alive: int = option(
         5,
@@ -461,6 +499,7 @@ class ServerArgs(Record):
     )
 
     def __post_init__(self) -> None:
+        refuse_unknown_variables(os.environ)
         self.fill(os.environ)
 
     def check(self) -> None:
@@ -476,6 +515,28 @@ class ServerArgs(Record):
 
 
 AsyncEngineArgs = EngineArgs
+
+
+def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for a variable that looks like one of ours and that nothing reads.
+
+    Kubernetes sets such names for a Service called octavo; those are known by their form.
+    """
+    mine = [name for name in environ if name.startswith("OCTAVO_")]
+    if not mine:
+        return
+    known = {
+        variable
+        for record in (EngineArgs, ServerArgs)
+        for details in options_of(record).values()
+        for variable in details.env
+    }
+    for name in mine:
+        if name in known or name in TEST_VARIABLES or is_service_link(name, environ[name]):
+            continue
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "`octavo serve --help` lists all."
+        raise ConfigError(f"{name} is set, but nothing reads it; {hint}", name)
 
 
 def read_file(path: str) -> dict[str, object]:

@@ -15,7 +15,7 @@ _BATCHED = "each step has one token budget; use --max-num-batched-tokens."
 # Field names (flags with "_" for "-").
 REMOVED: Final[Mapping[str, str]] = {
     "swap_space": "pages are recomputed, never swapped; leave it out.",
-    "disable_log_requests": "requests are never logged; leave it out.",
+    "disable_log_requests": "requests are logged only with --enable-log-requests; leave it out.",
     "disable_frontend_multiprocessing": _ONE_ENGINE,
     "enable_reasoning": "use --reasoning-parser.",
     "task": "the engine generates text only; leave it out.",

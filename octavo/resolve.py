@@ -87,7 +87,7 @@ def device_name(args: EngineArgs) -> str:
 
 def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig:
     """Settings of the engine room; the sizes that the worker will find are zero."""
-    policy: Policy = "priority" if args.scheduling_policy == "priority" else "fcfs"
+    policies: dict[str, Policy] = {"priority": "priority", "fair": "fair"}
     return SchedulerConfig(
         num_blocks=0,
         block_size=0,
@@ -96,7 +96,8 @@ def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig
         max_num_batched_tokens=worker.max_num_batched_tokens,
         prefix_caching=args.enable_prefix_caching,
         chunked_prefill=args.enable_chunked_prefill,
-        policy=policy,
+        policy=policies.get(args.scheduling_policy, "fcfs"),
+        trace=args.timeline_requests > 0,
     )
 
 

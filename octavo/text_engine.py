@@ -12,8 +12,9 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Protocol
 
 from octavo.engine.client import EngineClient
@@ -25,6 +26,7 @@ from octavo.grammar.vocabulary import vocabulary_of
 from octavo.obs.life import Life
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
+from octavo.obs.timeline import Timeline
 from octavo.sampling_params import SamplingParams
 from octavo.text.assembler import Assembler, Delta
 from octavo.text.chat import ChatTemplate
@@ -33,6 +35,7 @@ from octavo.types import AddRequest, SequenceOutput
 
 logger = logging.getLogger("octavo.text_engine")
 
+ENOUGH_ENDS = 8  # sequences; with fewer the tokens computed are a better measure
 HEARTBEAT_GRACE = 2.0  # seconds without a heartbeat that are still no sign of a stall
 
 
@@ -57,11 +60,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """How much may wait. `max_running` sequences run at once; what exceeds it queues."""
+    """How much may wait. `max_running` sequences run at once; what exceeds it queues.
+
+    Where tenants have `weights`, a full queue still takes those of a tenant that has less waiting
+    than its share, so that nobody can fill it for all.
+    """
 
     max_running: int
     max_queued: int
     max_queued_tokens: int | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)  # by tenant
+
+    def share(self, tenant: str) -> float:
+        """Sequences that this tenant may have in the engine whatever others have; 0 is none."""
+        if len(self.weights) < 2 or tenant not in self.weights:
+            return 0.0
+        part = self.weights[tenant] / sum(self.weights.values())
+        return part * (self.max_queued + self.max_running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,11 @@ class Rate:
     def _forget(self, now: float) -> None:
         while self._ends and now - self._ends[0] > self.window:
             self._ends.popleft()
+
+    @property
+    def is_known(self) -> bool:
+        """True once enough sequences have ended to go by them."""
+        return len(self._ends) >= ENOUGH_ENDS
 
     def seconds_for(self, sequences: int, now: float) -> float:
         """How long that many take at the measured rate; between 1 and 60 seconds."""
@@ -128,7 +148,7 @@ class Answer:
     pass; there is no task and no queue for each of them.
     """
 
-    __slots__ = ("_choices", "_client", "_engine", "_listener", "ids", "request_id")
+    __slots__ = ("_choices", "_client", "_engine", "_listener", "_timeline", "ids", "request_id")
 
     def __init__(
         self,
@@ -138,6 +158,7 @@ class Answer:
         *,
         choices: dict[str, _Choice],
         listener: DeltaListener,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
         self._client = client
@@ -145,6 +166,7 @@ class Answer:
         self.ids = tuple(choices)
         self._choices = choices
         self._listener = listener
+        self._timeline = timeline
 
     @property
     def ended(self) -> bool:
@@ -157,11 +179,20 @@ class Answer:
         if choice is None:
             return  # a stop text ended it before this step landed
         try:
+            began = perf_counter()
             delta = choice.assembler.push(output)
+            made = perf_counter()
             self._engine._observe(choice, output, delta)
             if delta.finish_reason is not None:
                 self._finish(choice, output, delta.finish_reason)
+            timeline = self._timeline
+            if timeline is None:
+                self._listener.news(delta)
+                return
+            timeline.detokenize += made - began
+            observed = perf_counter()
             self._listener.news(delta)
+            timeline.write += perf_counter() - observed
         except Exception as error:  # of this request alone
             logger.exception("event=news_failed")
             self.close()
@@ -264,6 +295,8 @@ class TextEngine:
         self._draining = False
         self._idle = asyncio.Event()
         self._open = 0  # sequences between admission and their end
+        self._asked = 0  # max_tokens of all of them
+        self._open_of: dict[str, int] = {}  # by tenant
         self._by_request: dict[str, list[Answer]] = {}  # by the caller's id
         self._seeds = request_seeds(seed)
         self._grammars = GrammarCompiler(vocabulary_of(tokenizer))
@@ -306,10 +339,14 @@ class TextEngine:
         priority: int = 0,
         deadline: float = 0.0,
         cache_salt: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
+        timeline: Timeline | None = None,
     ) -> Answer:
         """Starts a request; `listener` hears all choices, interleaved, until each has ended.
 
-        `admit` comes first where the queue is bounded. Raises Draining whenever the server shuts
+        `tenant` is whose share of the engine it takes. `admit` comes first where the queue is
+        bounded. Raises Draining whenever the server shuts
         down, EngineDead whenever the core is lost.
         """
         self._require_open()
@@ -317,7 +354,7 @@ class TextEngine:
         requests = expand(
             prompt_ids,
             params,
-            Scheduling(arrival, priority, deadline, cache_salt),
+            Scheduling(arrival, priority, deadline, cache_salt, tenant, weight),
             group=str(next(self._numbers)),  # callers' ids may clash, these never do
             tokenizer=self.tokenizer,
             max_model_len=self.limits.max_model_len,
@@ -330,7 +367,12 @@ class TextEngine:
             for index, request in enumerate(requests)
         }
         client = self._source.client
-        answer = Answer(self, client, request_id, choices=choices, listener=listener)
+        answer = Answer(
+            self, client, request_id, choices=choices, listener=listener, timeline=timeline
+        )
+        if timeline is not None:
+            for core_id, choice in choices.items():
+                timeline.add(core_id, choice.life.times)
         client.submit(requests, answer)
         self._by_request.setdefault(request_id, []).append(answer)
         self._enter(choices.values())
@@ -381,7 +423,7 @@ class TextEngine:
             return None
         form = self._grammars.known(wanted)
         if form is None:
-            form = await asyncio.to_thread(self._grammars.compile, wanted)
+            form = await asyncio.wrap_future(self._grammars.submit(wanted))
         return form
 
     def _grammar(self, params: SamplingParams) -> Form | None:
@@ -419,7 +461,7 @@ class TextEngine:
             return cut
         return 0
 
-    def admit(self, sequences: int, prompt_tokens: int) -> None:
+    def admit(self, sequences: int, prompt_tokens: int, tenant: str = "") -> None:
         """Asks for room in the queue for all sequences of a caller's request.
 
         Raises Overloaded. A request that comes to an idle engine is always let in, since for one
@@ -428,23 +470,36 @@ class TextEngine:
         self._require_open()
         limit, now = self._admission, self._clock()
         waiting = self._open + sequences - limit.max_running
+        if self._open_of.get(tenant, 0) + sequences <= limit.share(tenant):
+            return
         if waiting > limit.max_queued and self._open:
-            self.metrics.rejected("max_num_queued_reqs")
+            self.metrics.rejected("max_num_queued_reqs", tenant)
             raise Overloaded(
                 f"The engine is busy: {self._open} sequences are running or waiting, and at most "
                 f"{limit.max_queued} may wait. Try again later.",
-                self._rate.seconds_for(waiting, now),
+                self._seconds_for(waiting, now),
             )
         queued = self._queued_tokens
         if limit.max_queued_tokens is not None and queued + prompt_tokens > limit.max_queued_tokens:
             if not queued:
                 return
-            self.metrics.rejected("max_num_queued_tokens")
+            self.metrics.rejected("max_num_queued_tokens", tenant)
             raise Overloaded(
                 f"The engine is busy: {queued} prompt tokens are waiting, and at most "
                 f"{limit.max_queued_tokens} may wait. Try again later.",
-                self._rate.seconds_for(max(1, waiting), now),
+                self._seconds_for(max(1, waiting), now),
             )
+
+    def _seconds_for(self, waiting: int, now: float) -> float:
+        """When so many waiting sequences will have left the queue, from what was measured.
+
+        By the sequences that ended lately; before enough have, by the tokens that are computed a
+        second and those that the waiting ones may need.
+        """
+        if self._rate.is_known:
+            return self._rate.seconds_for(waiting, now)
+        each = self._asked / max(1, self._open)
+        return self.metrics.throughput.seconds_for(self._queued_tokens + waiting * each, now)
 
     def _require_open(self) -> None:
         if self._draining:
@@ -459,11 +514,16 @@ class TextEngine:
             prompt_tokens=len(request.prompt_ids),
             n=params.n,
             max_tokens=request.params.max_tokens,
+            tenant=request.tenant,
         )
         return _Choice(assembler, Life(self.metrics, times), len(request.prompt_ids))
 
     def _enter(self, choices: Collection[_Choice]) -> None:
         self._open += len(choices)
+        for choice in choices:
+            times = choice.life.times
+            self._asked += times.max_tokens
+            self._open_of[times.tenant] = self._open_of.get(times.tenant, 0) + 1
         self._queued_tokens += sum(choice.queued_tokens for choice in choices)
         self._idle.clear()
 
@@ -484,6 +544,11 @@ class TextEngine:
         self._rate.count(now)
         choice.life.end(reason, now)
         self._open -= 1
+        times = choice.life.times
+        self._asked -= times.max_tokens
+        self._open_of[times.tenant] -= 1
+        if not self._open_of[times.tenant]:
+            del self._open_of[times.tenant]
         if not self._open:
             self._idle.set()
 

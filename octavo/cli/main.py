@@ -7,9 +7,10 @@ cannot be understood, 130 an interruption. Not for: what a subcommand does (its 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from octavo import __version__
 from octavo.cli.flags import Parser, suggest
@@ -71,12 +72,19 @@ def _dispatch(words: list[str]) -> int:
     if name not in COMMANDS:
         print(f"octavo: {suggest(name, list(COMMANDS))}", file=sys.stderr)
         return 2
+    if name == "serve":  # until it can drain there is nothing to drain
+        signal.signal(signal.SIGTERM, _stop_at_once)
     module = importlib.import_module(COMMANDS[name][0])
     parser = Parser(name, COMMANDS[name][1])
     if name.startswith("bench "):
         return int(module.run(parser, name.removeprefix("bench "), rest))
     module.add_arguments(parser)
     return int(module.run(parser.parse(rest)))
+
+
+def _stop_at_once(_number: int, _frame: object) -> NoReturn:
+    print("octavo: stopped before it served", file=sys.stderr)
+    raise SystemExit(0)
 
 
 def _help(prefix: str = "") -> str:

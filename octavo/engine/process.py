@@ -35,6 +35,7 @@ from octavo.types import (
 )
 
 HEARTBEAT_SECONDS = 0.5
+STDERR = 2
 FORGET = "forget"  # a Control of the server: a client is gone, its sequences are to be ended
 STDERR = 2
 
@@ -180,12 +181,14 @@ def run(
     parent: int,
     build: Callable[[Report], tuple[EngineCore, WorkerInfo]],
 ) -> int:
-    """Builds the core, then serves until a `stop` arrives; the exit code.
+    """Builds the core, then serves until a `stop` arrives; the exit code. SIGUSR1 shows stacks.
 
     `addresses` are those of its clients. The process ends by itself once `parent`, a process id,
     is no longer its parent.
     """
     clients = [addresses] if isinstance(addresses, Addresses) else addresses
+    # Written by the signal handler itself, so a thread that holds the interpreter is seen too.
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     outbox = Outbox(context, clients)
     heartbeat = Heartbeat(context, clients, parent)

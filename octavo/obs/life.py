@@ -25,11 +25,16 @@ class Life:
         """The core's news of a step; `shown` tokens of it are the caller's."""
         times, count = self.times, len(output.new_ids)
         times.generation_tokens += shown
+        if output.trace:
+            times.events += output.trace
         if output.preemptions > times.preemptions:
             times.preemptions = output.preemptions
         if times.first_token:  # the usual case: one more token
             if count:
-                self._metrics.token_gap(now - self._last_news, count)
+                gap = now - self._last_news
+                if gap > times.longest_gap:
+                    times.longest_gap = gap
+                self._metrics.token_gap(gap, count)
                 times.last_token = self._last_news = now
             return
         times.scheduled = output.scheduled_at or times.scheduled

@@ -12,6 +12,7 @@ Next file: `stats.py`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -28,7 +29,8 @@ from prometheus_client.registry import Collector
 from octavo.errors import ConfigError
 from octavo.obs.http import HttpMetrics
 from octavo.obs.instruments import Counter, Gauge, Histogram, Instrument, Labels, exposition
-from octavo.obs.stats import RequestTimes
+from octavo.obs.stats import RequestTimes, Throughput
+from octavo.obs.tenants import TenantMetrics
 from octavo.obs.triton import TritonMetrics
 from octavo.types import StepStats
 
@@ -111,6 +113,9 @@ class Metrics:
         self._make_sizes()
         self._http = HttpMetrics()
         self._instruments += self._http.instruments
+        self.throughput = Throughput()
+        self._tenants = TenantMetrics(model_name)
+        self._instruments += self._tenants.instruments
         self._triton = TritonMetrics(model_name)
         self._instruments += self._triton.instruments
         self.registry.register(_Instruments(self._instruments))
@@ -139,6 +144,7 @@ class Metrics:
         self._recoveries.add(stats.recoveries, labels)
         if tokens := stats.prompt_tokens + stats.sampled_tokens:
             self._step_tokens.observe(tokens, labels)
+            self.throughput.count(tokens, time.monotonic())
         self._triton.step(stats)
 
     def first_token(self, seconds: float, *, prompt_tokens: int, cached_tokens: int) -> None:
@@ -161,6 +167,7 @@ class Metrics:
         """A sequence ended, for whatever reason."""
         labels = self._labels
         self._success.add(1, (*labels, times.reason))
+        self._tenants.finished(times.tenant, times)
         self._triton.finished(times)
         self._end_to_end.observe(times.end_to_end, labels)
         for histogram, seconds in (
@@ -200,9 +207,10 @@ class Metrics:
 
     # What the server tells
 
-    def rejected(self, reason: str) -> None:
+    def rejected(self, reason: str, tenant: str = "") -> None:
         """A request was refused at admission; `reason` names the limit."""
         self._rejections.add(1, (self._model_name, reason))
+        self._tenants.rejected(tenant)
         self._triton.rejected()
 
     @property

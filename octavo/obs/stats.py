@@ -6,7 +6,36 @@ Times are `time.monotonic()` seconds; 0.0 means "did not happen". Not for: Prome
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+
+from octavo.types import TraceEvent
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Tokens computed a second, of prompts and of answers, over the last minute."""
+
+    window: float = 60.0
+    _counts: deque[tuple[float, int]] = field(default_factory=deque)  # by second
+
+    def count(self, tokens: int, now: float) -> None:
+        """A step has computed so many tokens."""
+        counts = self._counts
+        if counts and now - counts[-1][0] < 1.0:
+            counts[-1] = (counts[-1][0], counts[-1][1] + tokens)
+            return
+        while counts and now - counts[0][0] > self.window:
+            counts.popleft()
+        counts.append((now, tokens))
+
+    def seconds_for(self, tokens: float, now: float) -> float:
+        """How long that many take at the measured rate; between 1 and 60 seconds."""
+        recent = [(since, count) for since, count in self._counts if now - since <= self.window]
+        if not recent:
+            return 1.0
+        per_second = sum(count for _, count in recent) / max(1.0, now - recent[0][0])
+        return min(60.0, max(1.0, tokens / max(per_second, 1e-3)))
 
 
 @dataclass(slots=True)
@@ -29,6 +58,9 @@ class RequestTimes:
     n: int = 1
     max_tokens: int = 0
     preemptions: int = 0
+    longest_gap: float = 0.0  # seconds between two of its tokens
+    tenant: str = ""
+    events: list[TraceEvent] = field(default_factory=list)  # what the core tells of it
 
     @property
     def end_to_end(self) -> float:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import InvalidRequest
+from octavo.obs.timeline import Timeline
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import read_record
 from octavo.server.context import (
@@ -24,6 +25,7 @@ from octavo.server.context import (
     request_id_of,
 )
 from octavo.server.decode import ignored_header
+from octavo.server.exchange import Exchange, exchange_of
 from octavo.server.generation import Job
 from octavo.server.prompts import Prompt
 from octavo.server.refusals import Refusals
@@ -47,9 +49,14 @@ class Call:
     deadline: float
     priority: int
     cache_salt: str
+    tenant: str = ""
+    weight: float = 1.0  # of the tenant's share
+    timeline: Timeline | None = None
 
     def job(self, prompts: list[Prompt], params: SamplingParams, *, silent: bool = False) -> Job:
         """What goes to the engine."""
+        if self.timeline is not None:
+            self.timeline.prepared = time.monotonic()
         return Job(
             id=self.id,
             prompts=prompts,
@@ -58,6 +65,9 @@ class Call:
             priority=self.priority,
             deadline=self.deadline,
             cache_salt=self.cache_salt,
+            tenant=self.tenant,
+            weight=self.weight,
+            timeline=self.timeline,
             silent=silent,
         )
 
@@ -77,7 +87,8 @@ def begin(
     request: Request, serving: Serving, body: Generation, ignored: list[str], prefix: str
 ) -> Call:
     """Check what both routes have in common. Raises InvalidRequest or NotFound."""
-    arrival = time.monotonic()
+    exchange = exchange_of(request.scope)
+    arrival = time.monotonic() if exchange is None else exchange.began
     settings = serving.settings
     model = serving.model_name(body.model)
     limit = settings.max_request_id_chars
@@ -94,17 +105,38 @@ def begin(
         raise InvalidRequest("stream_options goes with stream = true only.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs does not go with stream = true.", "prompt_logprobs")
+    key = None if exchange is None else exchange.key
+    if key is not None and not key.share_cache:
+        salt = f"{key.name}\0{salt}"
+    deadline = deadline_of(request.headers, body.timeout, arrival, default=settings.request_timeout)
+    id = f"{prefix}-{name}"
     return Call(
         serving=serving,
         arrival=arrival,
         model=model,
-        id=f"{prefix}-{name}",
+        id=id,
         created=int(time.time()),
         headers={"X-Ignored-Params": ignored_header(ignored)} if ignored else {},
-        deadline=deadline_of(request.headers, body.timeout, arrival),
+        deadline=deadline,
         priority=checked_priority(body.priority),
         cache_salt=salt,
+        tenant="" if key is None else key.name,
+        weight=1.0 if key is None else key.weight,
+        timeline=begin_timeline(serving, exchange, id, request.url.path),
     )
+
+
+def begin_timeline(
+    serving: Serving, exchange: Exchange | None, id: str, route: str
+) -> Timeline | None:
+    """A request that is being written down; None if none are, or nothing is known of its edge."""
+    if serving.timelines is None or exchange is None:
+        return None
+    tenant = "" if exchange.key is None else exchange.key.name
+    timeline = Timeline(id, route[:200], tenant, exchange.began, time.monotonic())
+    exchange.timeline = timeline
+    serving.timelines.put(timeline)
+    return timeline
 
 
 def head(call: Call, kind: str) -> dict[str, object]:
@@ -121,4 +153,6 @@ def head(call: Call, kind: str) -> dict[str, object]:
 def finish(response: Response, call: Call) -> Response:
     """Add the headers of this call."""
     response.headers.update(call.headers)
+    if call.timeline is not None:
+        response.headers["Server-Timing"] = call.timeline.header()
     return response

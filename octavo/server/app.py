@@ -18,14 +18,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from octavo.errors import OctavoError
-from octavo.server import health, kserve, models, openapi, operate, triton
+from octavo.obs.timeline import Timelines
+from octavo.server import health, kserve, models, openapi, operate, timeline, triton
+from octavo.server.auth import Auth
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Serving
 from octavo.server.engine import Engine
 from octavo.server.errors import on_http_exception, on_octavo_error
 from octavo.server.invocations import invocations
-from octavo.server.middleware import Auth, Edge
+from octavo.server.keys import keys_of
+from octavo.server.middleware import Edge
 from octavo.server.settings import ServerSettings
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,6 +54,7 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/v1/models", ["GET"], models.list_models),
     ("/v1/models/{name:path}", ["GET"], models.show_model),
     ("/invocations", ["POST"], invocations(INVOKED)),
+    ("/v1/requests/{id}/timeline", ["GET"], timeline.show),
     ("/tokenize", ["POST"], models.tokenize),
     ("/detokenize", ["POST"], models.detokenize),
     ("/health", ["GET"], health.ready),
@@ -82,6 +86,8 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> Starle
     """The application over an engine, which may still be loading its model."""
     settings = settings or ServerSettings()
     serving = Serving(engine, settings)
+    if settings.timelines:
+        serving.timelines = Timelines(settings.timelines)
     app = Starlette(
         routes=[Route(path, handler, methods=methods) for path, methods, handler in ROUTES],
         middleware=_middleware(serving),
@@ -110,11 +116,11 @@ def _middleware(serving: Serving) -> list[Middleware]:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
-            expose_headers=("X-Request-Id", "X-Ignored-Params", "Retry-After"),
+            expose_headers=("X-Request-Id", "X-Ignored-Params", "Retry-After", "Server-Timing"),
         )
         stack.append(cors)
-    if settings.api_keys:
-        stack.append(Middleware(Auth, settings.api_keys))
+    if keys := (*keys_of(settings.api_keys), *settings.keys):
+        stack.append(Middleware(Auth, keys))
     return stack
 
 

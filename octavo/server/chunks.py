@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.obs.timeline import Viewer
 from octavo.server.answer import Call, head
 from octavo.server.generation import Counter, Job
 from octavo.server.schema import Generation
@@ -32,6 +33,9 @@ class Frame:
         self._usage_at_end = wanted or call.serving.settings.force_include_usage
         self._usage_each = wanted and options is not None and bool(options.continuous_usage_stats)
         self._ids = bool(body.return_token_ids)
+        told = options is not None and bool(options.include_timeline)
+        self._timeline = call.timeline if told else None
+        self._timelines = call.serving.timelines
 
     def opens(self, index: int, delta: Delta) -> bool:
         """Counts a delta; True if it is the first of its choice."""
@@ -65,8 +69,17 @@ class Frame:
         return parts
 
     def usage(self) -> bytes:
-        """The last event, without choices; empty if no usage is wanted."""
+        """The last events, without choices: the timeline and the usage, each if wanted."""
+        timeline = self._timeline_event()
         if not self._usage_at_end:
-            return b""
+            return timeline
         last = {**self._head, "choices": [], "usage": self._counter.usage.body()}
+        return timeline + b"data: " + encode(last) + b"\n\n"
+
+    def _timeline_event(self) -> bytes:
+        timeline, timelines = self._timeline, self._timelines
+        if timeline is None or timelines is None:
+            return b""
+        told = timelines.body(timeline, Viewer(timeline.tenant, all=False))
+        last = {**self._head, "choices": [], "timeline": told}
         return b"data: " + encode(last) + b"\n\n"

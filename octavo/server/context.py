@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from octavo import __version__
 from octavo.errors import EngineDead, InvalidRequest, NotFound
+from octavo.obs.timeline import Timelines
 from octavo.server.decode import shorten
 from octavo.server.engine import Engine
 from octavo.server.errors import UnavailableError
@@ -28,6 +29,7 @@ class Serving:
     engine: Engine
     settings: ServerSettings
     in_flight: int = 0
+    timelines: Timelines | None = None  # None: requests are not written down
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -82,11 +84,13 @@ def checked_id(value: str, name: str, limit: int) -> str:
     return value
 
 
-def deadline_of(headers: Mapping[str, str], timeout: float | None, arrival: float) -> float:
+def deadline_of(
+    headers: Mapping[str, str], timeout: float | None, arrival: float, *, default: float = 0.0
+) -> float:
     """The moment by which the answer must be complete, 0 for none.
 
     The header `X-Request-Deadline-Ms` (milliseconds) and the field `timeout` (seconds) both count
-    from arrival; the earlier one holds.
+    from arrival; the earlier one holds. `default` seconds hold for a request that names neither.
     """
     limits: list[float] = []
     if (text := headers.get("x-request-deadline-ms")) is not None:
@@ -100,6 +104,8 @@ def deadline_of(headers: Mapping[str, str], timeout: float | None, arrival: floa
         if not 0 < timeout <= 1e9:
             raise InvalidRequest(f"timeout = {timeout} must be above 0 seconds.", "timeout")
         limits.append(timeout)
+    if not limits and default:
+        limits.append(default)
     return arrival + min(limits) if limits else 0.0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from octavo.obs.metrics import Metrics
+from octavo.obs.timeline import Timeline
 from octavo.sampling_params import SamplingParams
 from octavo.text.assembler import Delta
 from octavo.text.chat import ChatTemplate
@@ -81,7 +82,7 @@ class Engine(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
-    def admit(self, sequences: int, prompt_tokens: int) -> None:
+    def admit(self, sequences: int, prompt_tokens: int, tenant: str = "") -> None:
         """Asks for room for all sequences of a request; raises Overloaded."""
         ...
 
@@ -96,6 +97,9 @@ class Engine(Protocol):
         priority: int = 0,
         deadline: float = 0.0,
         cache_salt: str = "",
+        tenant: str = "",
+        weight: float = 1.0,
+        timeline: Timeline | None = None,
     ) -> Answer:
         """Starts a request; `listener` hears all choices, interleaved."""
         ...

@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from octavo.errors import NO_TOKEN, DeadlineExceeded, Draining, InvalidRequest, RequestFailed
+from octavo.obs.timeline import Timeline
 from octavo.prompts import check_length
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine import Answer, Engine
@@ -59,6 +60,9 @@ class Job:
     priority: int = 0
     deadline: float = 0.0
     cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0  # of the tenant's share
+    timeline: Timeline | None = None
     silent: bool = False  # max_tokens was 0: the one token that is generated is not shown
 
     @property
@@ -203,7 +207,8 @@ class Following:
         self._left = job.num_choices
         self._open = True
         self._answers: list[Answer] = []
-        engine.admit(job.num_choices, sum(len(prompt.ids) for prompt in job.prompts))
+        num_prompt = sum(len(prompt.ids) for prompt in job.prompts)
+        engine.admit(job.num_choices, num_prompt, job.tenant)
         try:
             for number in range(len(job.prompts)):
                 part = _Part(self, number * job.params.n)
@@ -267,6 +272,9 @@ def _submit(engine: Engine, job: Job, number: int, listener: _Part) -> Answer:
         priority=job.priority,
         deadline=job.deadline,
         cache_salt=job.cache_salt,
+        tenant=job.tenant,
+        weight=job.weight,
+        timeline=job.timeline,
     )
 
 

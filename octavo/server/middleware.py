@@ -1,4 +1,4 @@
-"""What every request passes: request id, counting, last-resort errors, keys, other origins.
+"""What every request passes: request id, counting, timeline and log, last-resort errors.
 
 Plain ASGI, so that nothing stands between a stream and its socket but one check of the message
 type. Not for: errors that have a status (`errors.py`).
@@ -6,26 +6,21 @@ type. Not for: errors that have a status (`errors.py`).
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import time
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from octavo.errors import InvalidRequest, OctavoError, Unauthorized
+from octavo.errors import InvalidRequest
 from octavo.log import Log
+from octavo.obs.timeline import log_fields
+from octavo.server.auth import OPEN_PATHS
 from octavo.server.context import Serving, request_id_of
 from octavo.server.errors import ClientGone, error_response
+from octavo.server.exchange import EXCHANGE_KEY, Exchange, route_path
 from octavo.server.stream import PIECES_KEY
 
-# Probes of orchestrators carry no key. Everything else is closed when a key is set.
-OPEN_PATHS = frozenset(
-    {
-        *("/health", "/health/live", "/health/ready", "/health/progress", "/ping"),
-        *("/v2/health/live", "/v2/health/ready"),
-    }
-)
 # Counted by /load while they last.
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/invocations"})
 GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
@@ -33,12 +28,6 @@ GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
 UNCOUNTED = OPEN_PATHS | {"/metrics", "/load", "/version", "/server_info"}
 
 log = Log(__name__)
-
-
-def route_path(scope: Scope) -> str:
-    """The path without the prefix that a proxy in front has removed."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _generates(path: str) -> bool:
@@ -58,7 +47,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(send)
-        started = time.monotonic()
+        scope.setdefault("state", {})[EXCHANGE_KEY] = exchange
         generates = _generates(route_path(scope))
         self._serving.in_flight += generates
         try:
@@ -79,7 +68,30 @@ class Edge:
             await error_response(error)(scope, receive, exchange.send)
         finally:
             self._serving.in_flight -= generates
-            self._count(scope, exchange, time.monotonic() - started)
+            self._count(scope, exchange, time.monotonic() - exchange.began)
+            if generates:
+                self._write_down(scope, exchange)
+
+    def _write_down(self, scope: Scope, exchange: Exchange) -> None:
+        """Ends the timeline of a request that generates, and logs it where that is asked for."""
+        timeline = exchange.timeline
+        if timeline is not None:
+            timeline.status = exchange.status or 499
+            timeline.finished = time.monotonic()
+        if not self._serving.settings.log_requests:
+            return
+        if timeline is not None:
+            log.info("request", **log_fields(timeline))
+            return
+        seconds = time.monotonic() - exchange.began
+        log.info(
+            "request",
+            id=exchange.request_id.decode() or "-",
+            route=route_path(scope)[:200],
+            tenant="-" if exchange.key is None else exchange.key.name,
+            status=exchange.status or 499,
+            total_ms=round(1000 * seconds, 3),
+        )
 
     def _count(self, scope: Scope, exchange: Exchange, seconds: float) -> None:
         route = scope.get("route")
@@ -97,51 +109,3 @@ class Edge:
             request_bytes=size,
             response_bytes=exchange.size + (0 if pieces is None else pieces.sent),
         )
-
-
-class Exchange:
-    """Watches one answer go out."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.request_id = b""
-        self.status = 0
-        self.size = 0
-
-    async def send(self, message: Message) -> None:
-        """Passes a message on; the first one gets the request id."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            if self.request_id:
-                extra = (b"x-request-id", self.request_id)
-                message = {**message, "headers": [*message.get("headers", []), extra]}
-        else:
-            self.size += len(message.get("body", b""))
-        await self._send(message)
-
-
-class Auth:
-    """Closes all routes but the probes when keys are set. Bearer keys, compared in equal time."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS:
-            try:
-                self._check(Headers(scope=scope))
-            except OctavoError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, headers: Headers) -> None:
-        sent = headers.getlist("authorization")
-        if len(sent) != 1:
-            raise Unauthorized("Send one header `Authorization: Bearer KEY`.")
-        scheme, _, key = sent[0].partition(" ")
-        given = key.strip().encode("latin-1")
-        matches = [hmac.compare_digest(given, one) for one in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise Unauthorized("The API key is wrong.")

@@ -20,6 +20,7 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_timeline: bool | None = None  # where the time went, as an event before the usage
     include_obfuscation: bool | None = None  # padding against traffic analysis; none is sent
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.server.keys import Key
+
 MIB = 2**20
 
 
@@ -14,7 +16,8 @@ MIB = 2**20
 class ServerSettings:
     """Settings of the application. Times in seconds, sizes in bytes."""
 
-    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    api_keys: tuple[str, ...] = ()  # each with all rights
+    keys: tuple[Key, ...] = ()  # more of them; if there are none at all, no key is asked for
     allowed_origins: tuple[str, ...] = ()  # empty: no cross-origin headers
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -31,6 +34,9 @@ class ServerSettings:
     max_sequences: int = 1024  # prompts times n of one request
     max_stop_strings: int = 4
     max_request_id_chars: int = 256
+    request_timeout: float = 0.0  # for requests that name no deadline; 0 is none
+    timelines: int = 512  # requests whose timeline is kept; 0 keeps none
+    log_requests: bool = False  # a line in the log for each request that has ended
     stall_limit: float = 10.0  # /health/progress and /health/ready turn 503 after it
     slow_reader_limit: float = 30.0  # a client that takes no byte for so long is cut
     keep_alive_interval: float = 0.0  # of comments in silent streams; 0 is off

@@ -90,6 +90,7 @@ class FakeEngine:
         self.aborted = 0
         self.seen: list[Seen] = []
         self.controls: list[str] = []
+        self.callers: list[tuple[str, float]] = []  # tenant and weight of each request
 
     def set_health(self, **changes: object) -> None:
         self.health = replace(self.health, **changes)  # type: ignore[arg-type]
@@ -98,7 +99,7 @@ class FakeEngine:
         self.controls.append(op)
         return {"done": op}
 
-    def admit(self, sequences: int, prompt_tokens: int) -> None:
+    def admit(self, sequences: int, prompt_tokens: int, tenant: str = "") -> None:
         if isinstance(self.faults.refuse, Overloaded):
             raise self.faults.refuse
 
@@ -106,6 +107,12 @@ class FakeEngine:
         self, prompt_ids: list[int], params: SamplingParams, listener: Listener, **options: Any
     ) -> FakeAnswer:
         """As the interface says; the news are those of `generate`."""
+        tenant, weight = options.pop("tenant", ""), options.pop("weight", 1.0)
+        timeline = options.pop("timeline", None)
+        self.callers.append((tenant, weight))
+        if timeline is not None:
+            times = RequestTimes(options["arrival"], prompt_tokens=len(prompt_ids), tenant=tenant)
+            timeline.add(f"core-{len(self.callers)}", times)
         return FakeAnswer(self.generate(prompt_ids, params, **options), listener)
 
     async def generate(

@@ -35,7 +35,6 @@ from octavo.types import (
 )
 
 HEARTBEAT_SECONDS = 0.5
-STDERR = 2
 FORGET = "forget"  # a Control of the server: a client is gone, its sequences are to be ended
 STDERR = 2
 

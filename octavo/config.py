@@ -27,6 +27,7 @@ class SchedulerConfig:
     policy: Policy = "fcfs"
     depth: int = 1  # steps in flight
     lookahead: int = 0  # unknown tokens a sequence may run ahead
+    enough_prompt: int = 0  # prompt tokens after which a step takes no further prompt; 0: no limit
     trace: bool = True  # outputs tell what befell their sequence
 
 

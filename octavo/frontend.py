@@ -59,7 +59,7 @@ class Frontend:
             chat_template=_template(chat_template, checkpoint, tokenizer),
             sampling_defaults=_sampling_defaults(args, checkpoint),
             worker=replace(worker, vocabulary=vocabulary_of(tokenizer)),
-            scheduler=planned_scheduler(args, worker),
+            scheduler=planned_scheduler(args, worker, offline=offline),
         )
 
     def encode_chat(

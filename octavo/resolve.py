@@ -28,10 +28,13 @@ class Defaults:
 
     batched_tokens: int
     sequences: int
+    # Where products of so many tokens run at the device's full rate, a step with more prompts
+    # serves none of them faster and the first of them later.
+    enough_prompt: int = 0
 
 
 ON_CPU = Defaults(batched_tokens=2048, sequences=128)
-ON_GPU = Defaults(batched_tokens=8192, sequences=512)
+ON_GPU = Defaults(batched_tokens=8192, sequences=512, enough_prompt=512)
 ON_GPU_OFFLINE = Defaults(batched_tokens=16384, sequences=512)
 
 
@@ -85,7 +88,9 @@ def device_name(args: EngineArgs) -> str:
     return "cuda" if usable else "cpu"
 
 
-def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig:
+def planned_scheduler(
+    args: EngineArgs, worker: WorkerConfig, *, offline: bool = False
+) -> SchedulerConfig:
     """Settings of the engine room; the sizes that the worker will find are zero."""
     policies: dict[str, Policy] = {"priority": "priority", "fair": "fair"}
     return SchedulerConfig(
@@ -97,6 +102,7 @@ def planned_scheduler(args: EngineArgs, worker: WorkerConfig) -> SchedulerConfig
         prefix_caching=args.enable_prefix_caching,
         chunked_prefill=args.enable_chunked_prefill,
         policy=policies.get(args.scheduling_policy, "fcfs"),
+        enough_prompt=0 if offline else _defaults(worker.device).enough_prompt,
         trace=args.timeline_requests > 0,
     )
 

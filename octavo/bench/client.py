@@ -5,12 +5,12 @@ Not for: choosing when to send (`serve.py`) or judging the times (`report.py`).
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
+import msgspec
 
 from octavo.bench.dataset import Sample
 
@@ -65,37 +65,37 @@ class Target:
 
 
 async def send(
-    client: httpx.AsyncClient, target: Target, sample: Sample, request_id: str
+    client: aiohttp.ClientSession, target: Target, sample: Sample, request_id: str
 ) -> Outcome:
     """Never raises for what a server does: an error is an outcome."""
     outcome = Outcome(sample.prompt_len, start=time.perf_counter())
     headers = {**target.headers, "x-request-id": request_id}
     try:
-        async with client.stream(
-            "POST", target.url, json=target.payload(sample), headers=headers
+        async with client.post(
+            target.url, json=target.payload(sample), headers=headers
         ) as response:
-            if response.status_code != 200:
-                body = (await response.aread()).decode("utf-8", "replace")
-                outcome.error = f"HTTP {response.status_code}: {body[:300]}"
+            if response.status != 200:
+                body = (await response.read()).decode("utf-8", "replace")
+                outcome.error = f"HTTP {response.status}: {body[:300]}"
                 return outcome
             await _read(response, outcome)
-    except (httpx.HTTPError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     return outcome
 
 
-async def _read(response: httpx.Response, outcome: Outcome) -> None:
+async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
     texts: list[str] = []
     last, ended = outcome.start, False
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+    async for line in response.content:
+        if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             ended = True
             continue
         now = time.perf_counter()
-        event = json.loads(data)
+        event = msgspec.json.decode(data)
         if "error" in event:
             outcome.error = f"in the stream: {event['error']}"
             return

@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -31,6 +32,7 @@ from octavo.errors import CheckpointError, ConfigError, OctavoError
 from octavo.options import EngineArgs, cache_dir, client_key
 from octavo.text.tokenizer import Tokenizer
 
+LONGEST_EVENT = 2**20  # bytes of a line of a stream
 BACKENDS = ("openai", "vllm", "octavo", "openai-chat")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 REFUSED = {
@@ -131,8 +133,8 @@ def _refuse(args: argparse.Namespace) -> None:
         if values[name] is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: {reason}; leave it out.", name)
     try:
-        httpx.URL(args.base_url or "")
-    except httpx.InvalidURL as error:
+        urlsplit(args.base_url or "").port  # noqa: B018  it is read to be checked
+    except ValueError as error:
         raise ConfigError(f"--base-url {args.base_url}: {error}.", "base_url") from None
     if args.request_rate <= 0:
         raise ConfigError(f"--request-rate {args.request_rate} must be above 0.", "request_rate")
@@ -179,9 +181,10 @@ def _percentiles(text: str) -> tuple[float, ...]:
 
 async def _run(args: argparse.Namespace, options: Options) -> tuple[Figures, Target, str]:
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=30), limits=limits, verify=not args.insecure
+    connector = aiohttp.TCPConnector(limit=0, ssl=not args.insecure)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=LONGEST_EVENT
     ) as client:
         headers = _headers(args)
         await _wait_ready(client, base, headers, args.ready_check_timeout_sec)
@@ -203,7 +206,7 @@ async def _run(args: argparse.Namespace, options: Options) -> tuple[Figures, Tar
 
 
 async def _measure(
-    client: httpx.AsyncClient,
+    client: aiohttp.ClientSession,
     target: Target,
     samples: list[Sample],
     args: argparse.Namespace,
@@ -280,16 +283,16 @@ def _body(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _wait_ready(
-    client: httpx.AsyncClient, base: str, headers: dict[str, str], seconds: float
+    client: aiohttp.ClientSession, base: str, headers: dict[str, str], seconds: float
 ) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            response = await client.get(f"{base}/v1/models", headers=headers)
-            if response.status_code == 200:
-                return
-            problem = f"HTTP {response.status_code}: {response.text[:200]}"
-        except httpx.HTTPError as error:
+            async with client.get(f"{base}/v1/models", headers=headers) as response:
+                if response.status == 200:
+                    return
+                problem = f"HTTP {response.status}: {(await response.text())[:200]}"
+        except (aiohttp.ClientError, TimeoutError) as error:
             problem = f"{type(error).__name__}: {error}"
         if time.monotonic() >= deadline:
             raise OctavoError(
@@ -300,10 +303,11 @@ async def _wait_ready(
 
 
 async def _model(
-    client: httpx.AsyncClient, base: str, headers: dict[str, str], wanted: str | None
+    client: aiohttp.ClientSession, base: str, headers: dict[str, str], wanted: str | None
 ) -> tuple[str, str | None]:
     """The name to send, and the folder or id behind it if the server says so."""
-    cards = (await client.get(f"{base}/v1/models", headers=headers)).json()["data"]
+    async with client.get(f"{base}/v1/models", headers=headers) as response:
+        cards = (await response.json())["data"]
     if wanted is None and not cards:
         raise OctavoError(f"{base}/v1/models lists no model; name one with --model.")
     by_name = {card["id"]: card.get("root") for card in cards}
@@ -334,13 +338,13 @@ def _as_text(sample: Sample, tokenizer: Tokenizer) -> Sample:
 
 
 async def _profile(
-    client: httpx.AsyncClient, base: str, headers: dict[str, str], wanted: bool, which: str
+    client: aiohttp.ClientSession, base: str, headers: dict[str, str], wanted: bool, which: str
 ) -> None:
     if not wanted:
         return
-    response = await client.post(f"{base}/{which}_profile", headers=headers)
-    if response.status_code != 200:
-        raise OctavoError(f"--profile: the server answers {response.status_code}; leave it out.")
+    async with client.post(f"{base}/{which}_profile", headers=headers) as response:
+        if response.status != 200:
+            raise OctavoError(f"--profile: the server answers {response.status}; leave it out.")
 
 
 def _save(

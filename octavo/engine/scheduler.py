@@ -268,7 +268,7 @@ class Scheduler:
         """Admits in the order of the queue; one that does not fit holds up those behind it."""
         lack = ""
         while (first := self.waiting.first()) and not lack:
-            if draft.budget <= 0:
+            if draft.budget <= 0 or self._has_enough(draft):
                 lack = "budget"
             elif draft.tight:
                 lack = "pages"
@@ -276,6 +276,11 @@ class Scheduler:
                 lack = self._admit(first, draft)
         if self.tracer is not None:
             self.tracer.lacks(first, lack)
+
+    def _has_enough(self, draft: Draft) -> bool:
+        """True if one more prompt would only make those in the step wait for it."""
+        enough = self.config.enough_prompt
+        return bool(enough) and sum(chunk.length for chunk in draft.chunks) >= enough
 
     def _admit(self, first: Sequence, draft: Draft) -> str:
         """Lets the first of the queue in, or names what it lacks."""

@@ -107,6 +107,15 @@ def test_one_token_prompts_are_with_the_decode_rows() -> None:
     assert rows(bench.plan()) == [(0, 1, SAMPLE | LAST_CHUNK), (0, 3, SAMPLE | LAST_CHUNK)]
 
 
+def test_a_step_with_enough_of_a_prompt_takes_no_other() -> None:
+    bench = Bench(enough_prompt=8)
+    requests = [bench.add([number] * 6, 2) for number in range(3)]
+    assert rows(bench.plan()) == [(0, 6, SAMPLE | LAST_CHUNK)] * 2  # below it: one more
+    assert rows(bench.plan()) == [(6, 1, SAMPLE)] * 2 + [(0, 6, SAMPLE | LAST_CHUNK)]
+    bench.finish()
+    bench.check_alone(*requests)
+
+
 def test_without_chunking_a_prompt_is_whole_or_waits() -> None:
     bench = Bench(max_num_batched_tokens=8, chunked_prefill=False)
     first, second, third = bench.add([1] * 5), bench.add([2] * 5), bench.add([3] * 20, 1)

@@ -52,6 +52,7 @@ def random_config(random: Random, seed: int) -> SchedulerConfig:
         policy=random.choice(["fcfs", "priority", "fair"]),
         depth=depth,
         lookahead=lookahead,
+        enough_prompt=random.choice([0, 0, 1, 8]),
     )
 
 

@@ -53,7 +53,7 @@ _FLAGS = (
     "include_stop_str_in_output",
 )
 # Fields that are known and not built; each is refused unless it has a value that asks nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "flat_logprobs": (False,),
     "stream_interval": (None, 1),
     "extra_args": (None, {}),
@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def verify(self) -> None:
         """Check and normalize all fields; call it again after changing one."""
         values = msgspec.structs.asdict(self)
-        for name, harmless in _UNSUPPORTED.items():
+        for name, harmless in UNSUPPORTED.items():
             if not any(type(values[name]) is type(one) and values[name] == one for one in harmless):
                 _refuse(name, values[name], "it is not supported by this engine; leave it out")
         for name, limits in _RANGES.items():

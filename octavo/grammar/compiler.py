@@ -14,17 +14,19 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from octavo.config import Vocabulary
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, Overloaded
 from octavo.grammar.check import Verdict
 from octavo.grammar.request import PARAM, Form, StructuredOutputs
 
 SECONDS = 1.6  # for one demand, of the two that a client may have to wait
 START_SECONDS = 30.0  # for a process to be ready, on a busy machine
 PROCESSES = 2
+MAX_WAITING = 256  # demands
 REMEMBERED = 256  # verdicts
 REMEMBERED_BYTES = 2**24
 
@@ -96,6 +98,8 @@ class GrammarCompiler:
         self._known_bytes = 0
         self._lock = threading.Lock()
         self._free: list[Checker] = []
+        self._waiting = 0
+        self._threads = ThreadPoolExecutor(PROCESSES, "grammars")
         self._places = threading.Semaphore(PROCESSES)
         self.close = weakref.finalize(self, _close, self._free)  # called at the latest at exit
 
@@ -108,6 +112,22 @@ class GrammarCompiler:
                 return None
             self._known.move_to_end(key)
         return _form(verdict)
+
+    def submit(self, wanted: StructuredOutputs) -> Future[Form]:
+        """As `compile`, in a thread of its own. Raises Overloaded if too many wait already."""
+        with self._lock:
+            if self._waiting >= MAX_WAITING:
+                raise Overloaded(
+                    f"{self._waiting} grammars wait to be compiled. Try again later.", SECONDS
+                )
+            self._waiting += 1
+        future = self._threads.submit(self.compile, wanted)
+        future.add_done_callback(lambda _: self._settled())
+        return future
+
+    def _settled(self) -> None:
+        with self._lock:
+            self._waiting -= 1
 
     def compile(self, wanted: StructuredOutputs) -> Form:
         """Raises InvalidRequest for what cannot be enforced or takes too long."""

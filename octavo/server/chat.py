@@ -17,6 +17,7 @@ from octavo.server.calls import Message, ReadChunks, read_message
 from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.context import Serving, serving_of
 from octavo.server.errors import json_response, named_as_sent
+from octavo.server.forms import form_names
 from octavo.server.generation import (
     Choice,
     Job,
@@ -48,6 +49,7 @@ async def chat_completions(request: Request) -> Response:
     with named_as_sent(sent_names(body)):
         check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
         apply(reading, params, serving.engine.tokenizer)
+        await serving.engine.compile(params)
     job = call.job([prompt], params)
     if body.stream:
         chunks = (
@@ -71,7 +73,9 @@ def wishes(body: ChatRequest) -> Wishes:
 
 def sent_names(body: ChatRequest) -> dict[str, str]:
     """Our names of settings, and what this request calls them."""
-    names = {"logprobs": "top_logprobs"} if body.logprobs else {}
+    names = form_names(body)
+    if body.logprobs:
+        names["logprobs"] = "top_logprobs"
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if body.tools:

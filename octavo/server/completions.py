@@ -15,7 +15,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.answer import Call, begin, finish, head, read_request
 from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.context import Serving, serving_of
-from octavo.server.errors import json_response
+from octavo.server.errors import json_response, named_as_sent
+from octavo.server.forms import form_names
 from octavo.server.generation import (
     Choice,
     Job,
@@ -50,7 +51,9 @@ async def completions(request: Request) -> Response:
 async def completion_job(call: Call, body: CompletionRequest) -> Job:
     """Prompts and settings of a completion, checked. Raises InvalidRequest."""
     serving = call.serving
-    params = completion_params(serving, body)
+    with named_as_sent(form_names(body)):
+        params = completion_params(serving, body)
+        await serving.engine.compile(params)
     prompts = await completion_prompts(serving, body)
     params.max_tokens = _max_tokens(serving, body, prompts)
     return call.job(prompts, params, silent=body.max_tokens == 0)

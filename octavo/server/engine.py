@@ -86,6 +86,10 @@ class Engine(Protocol):
         """Asks for room for all sequences of a request; raises Overloaded."""
         ...
 
+    async def compile(self, params: SamplingParams) -> object:
+        """Comes before `open` where settings demand a form. Raises InvalidRequest."""
+        ...
+
     def open(
         self,
         prompt_ids: list[int],

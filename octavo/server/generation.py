@@ -18,6 +18,7 @@ from octavo.obs.timeline import Timeline
 from octavo.prompts import check_length
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine import Answer, Engine
+from octavo.server.forms import demanded_form
 from octavo.server.prompts import Prompt
 from octavo.server.schema import Generation
 from octavo.server.settings import ServerSettings
@@ -168,7 +169,11 @@ def sampling_params(
         if name in engine.generation_defaults:
             values.setdefault(name, engine.generation_defaults[name])
     params = SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=demanded_form(request),
+        **values,
     )
     params.check_model(vocab_size=vocab_size, max_logprobs=engine.limits.max_logprobs)
     return params

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from octavo.errors import InvalidRequest
 
-_STRUCTURED = "constrained output is not built yet; leave it out and check the answer yourself"
-_OLD_GUIDED = "it was replaced by structured_outputs, and " + _STRUCTURED
+_JSON = "use response_format, or structured_outputs with json"
 _TEXT_ONLY = "this model takes and gives text only; leave it out"
 
 # name: (values that ask for nothing, what to do about any other)
@@ -23,18 +22,19 @@ _COMMON: Refusals = {
     "use_beam_search": ((False,), "there is no beam search; use n with a temperature"),
     "length_penalty": ((1, 1.0), "it belongs to beam search, which there is none of"),
     "early_stopping": ((False,), "it belongs to beam search, which there is none of"),
-    "structured_outputs": ((), _STRUCTURED),
-    "guided_json": ((), _OLD_GUIDED),
-    "guided_regex": ((), _OLD_GUIDED),
-    "guided_choice": ((), _OLD_GUIDED),
-    "guided_grammar": ((), _OLD_GUIDED),
-    "guided_json_object": ((False,), _OLD_GUIDED),
-    "guided_decoding_backend": ((), _OLD_GUIDED),
-    "guided_whitespace_pattern": ((), _OLD_GUIDED),
-    "regex": ((), "use of regular expressions is not built yet; leave it out"),
-    "json_schema": ((), _STRUCTURED),
-    "ebnf": ((), _STRUCTURED),
-    "response_format": (({"type": "text"},), _STRUCTURED),
+    "guided_json": ((), "it was renamed; use structured_outputs with json"),
+    "guided_regex": ((), "it was renamed; use structured_outputs with regex"),
+    "guided_choice": ((), "it was renamed; use structured_outputs with choice"),
+    "guided_grammar": ((), "it was renamed; use structured_outputs with grammar"),
+    "guided_json_object": ((False,), "it was renamed; use structured_outputs with json_object"),
+    "guided_decoding_backend": ((), "structured_outputs have one backend; leave it out"),
+    "guided_whitespace_pattern": (
+        (),
+        "use structured_outputs with disable_any_whitespace, or leave it out: blanks are bounded",
+    ),
+    "regex": ((), "use structured_outputs with regex"),
+    "json_schema": ((), _JSON),
+    "ebnf": ((), "use structured_outputs with grammar"),
     "logits_processors": (([],), "code in requests is not run; use logit_bias"),
     "prompt_embeds": ((), "send text or token ids as prompt"),
     "kv_transfer_params": (({},), "caches are not moved between servers; leave it out"),

@@ -51,6 +51,13 @@ class Generation(Struct, kw_only=True):
     allowed_token_ids: Ids | None = None
     bad_words: list[str] | None = None
     logprob_token_ids: Ids | None = None
+    response_format: Annotated[
+        dict[str, Any] | None, Meta(description="type text, json_object or json_schema")
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        Meta(description="one of json, json_object, regex, choice, grammar, structural_tag"),
+    ] = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[
         int | None,

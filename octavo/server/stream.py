@@ -135,6 +135,7 @@ async def stream(
     With keep-alive comments on, the stream begins without news after their interval.
     """
     settings = call.serving.settings
+    await call.serving.engine.compile(job.params)
     feed = Feed(chunks, framing)
     following = Following(call.serving.engine, job, feed)
     try:
@@ -157,6 +158,7 @@ async def stream(
 
 async def whole(request: Request, call: Call, job: Job) -> tuple[list[Choice], Usage]:
     """The answer in one piece."""
+    await call.serving.engine.compile(job.params)
     work = asyncio.ensure_future(fold(call.serving.engine, job))
     return await until_gone(request, work, call.deadline)
 

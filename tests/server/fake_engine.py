@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.errors import EngineDead, OctavoError, Overloaded
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.vocabulary import vocabulary_of
 from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
 from octavo.sampling_params import SamplingParams
@@ -82,6 +84,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.tokenizer = chat_tokenizer()
         self.chat_template: ChatTemplate | None = ChatTemplate(CHATML, self.tokenizer)
+        self.grammars = GrammarCompiler(vocabulary_of(self.tokenizer))
         self.limits = FakeLimits(vocab_size=self.tokenizer.vocab_size)
         self.metrics = Metrics("owl-1", max_model_len=MAX_MODEL_LEN)
         self.gate = asyncio.Event()
@@ -102,6 +105,10 @@ class FakeEngine:
     def admit(self, sequences: int, prompt_tokens: int, tenant: str = "") -> None:
         if isinstance(self.faults.refuse, Overloaded):
             raise self.faults.refuse
+
+    async def compile(self, params: SamplingParams) -> object:
+        wanted = params.structured_outputs
+        return None if wanted is None else await asyncio.wrap_future(self.grammars.submit(wanted))
 
     def open(
         self, prompt_ids: list[int], params: SamplingParams, listener: Listener, **options: Any

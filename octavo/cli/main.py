@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "bench serve": ("octavo.cli.bench", "measure a server"),
     "bench throughput": ("octavo.cli.bench", "measure offline throughput"),
     "bench latency": ("octavo.cli.bench", "measure the latency of one batch"),
+    "bench startup": ("octavo.cli.bench", "measure a start, phase by phase"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

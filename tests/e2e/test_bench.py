@@ -77,3 +77,19 @@ def test_latency(smollm2_gguf: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"Avg latency: \S+ seconds", done.stdout)
     assert "99% percentile latency:" in done.stdout
+
+
+def test_startup(smollm2_gguf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = octavo(
+        *("bench", "startup", "--model", str(smollm2_gguf), *SMALL, "--num-iters", "1"),
+        *("--output-json", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert len(found["startup_times"]) == 2
+    for seconds, phases in zip(found["startup_times"], found["phases"], strict=True):
+        assert sum(phases.values()) == pytest.approx(seconds, rel=0.02)
+        assert phases["import"] > 0
+        assert phases["load"] > 0
+    assert f"first start: {found['first_startup_time']:.2f} s to ready on cpu" in done.stdout

@@ -13,24 +13,29 @@ import logging
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
+from octavo.fields import options_of
+from octavo.fleet import Fleet
 from octavo.frontend import Frontend
+from octavo.hub import ApiSettings
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
 from octavo.resolve import notes
 from octavo.server.app import create_app
 from octavo.server.keys import Key, keys_of, read_keys
-from octavo.server.run import Listen
+from octavo.server.run import Listen, reserve
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
 from octavo.supervisor import CORE_PROGRAM, Supervisor
-from octavo.text.pool import EncoderPool
-from octavo.text_engine import Admission, TextEngine
+from octavo.text.pool import long_texts
+from octavo.text_engine import Admission, CoreSource, TextEngine
 from octavo.types import WorkerInfo
 
 QUEUED_PER_RUNNING = 8  # default bound of the queue, as a multiple of what can run
@@ -59,9 +64,17 @@ def serve(
     began = time.monotonic()
     try:
         server_args.check()
-        launch = Launch(engine_args, server_args, began, program, _keys(server_args))
+        launch = Launch(engine_args, server_args, began, program, keys_in(server_args))
         frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
-        return asyncio.run(_serve(launch, frontend))
+        several = server_args.api_server_count > 1
+        if several and "seed" in engine_args.sources:
+            raise ConfigError(
+                f"{engine_args.label('seed')}: with {server_args.label('api_server_count')} the "
+                "kernel chooses the process that answers, so the seeds of requests without one "
+                "would not repeat; use one process, or leave it out and send seeds.",
+                "seed",
+            )
+        return asyncio.run((_serve_several if several else _serve)(launch, frontend))
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 1
@@ -69,7 +82,7 @@ def serve(
 
 async def _serve(launch: Launch, frontend: Frontend) -> int:
     stop, hurry = _signals()
-    metrics = _metrics(launch, frontend)
+    metrics = metrics_of(launch, frontend)
     supervisor = Supervisor(
         frontend.worker,
         frontend.scheduler,
@@ -79,27 +92,77 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
     )
     await supervisor.start()
     try:
-        engine = _text_engine(launch, frontend, supervisor, metrics)
-        app = create_app(engine, _settings(launch))
+        engine = text_engine_of(launch, frontend, supervisor, metrics)
+        app = create_app(engine, settings_of(launch))
         closing = asyncio.Event()
-        http = asyncio.create_task(_listen(app, launch.server, closing))
+        http = asyncio.create_task(listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
         watch = asyncio.create_task(watch_stalls(engine, supervisor, launch.server.stall_limit))
-        pool = EncoderPool(frontend.tokenizer)
-        frontend.tokenizer.send_long_texts(pool.encode)
-        preparing = asyncio.create_task(asyncio.to_thread(pool.prepare))
         try:
-            return await _until_end(launch, engine, supervisor, http, stop=stop, hurry=hurry)
+            async with long_texts(frontend.tokenizer):
+                return await _until_end(launch, engine, supervisor, http, stop=stop, hurry=hurry)
         finally:
             closing.set()
             ready.cancel()
             watch.cancel()
-            await preparing
-            await pool.close()
             with contextlib.suppress(OctavoError):
                 await http
     finally:
         await supervisor.stop()
+
+
+async def _serve_several(launch: Launch, frontend: Frontend) -> int:
+    """As `_serve`, with HTTP in processes of their own that share the port; see `fleet.py`."""
+    stop, hurry = _signals()
+    metrics = metrics_of(launch, frontend)
+    with contextlib.closing(reserve(_address_of(launch.server))) as held:
+        fleet = Fleet(launch.server.api_server_count, metrics)
+        supervisor = Supervisor(
+            frontend.worker,
+            frontend.scheduler,
+            on_stats=metrics.step,
+            on_death=metrics.core_died,
+            program=launch.program,
+            others=fleet,
+        )
+        fleet.supervisor = supervisor
+        await supervisor.start()
+        ready = asyncio.create_task(_announce(launch, supervisor, metrics))
+        port = held.getsockname()[1]
+        try:
+            await fleet.start(_process_settings(launch, fleet, port))
+            return await _until_fleet_ends(launch, fleet, supervisor, stop=stop, hurry=hurry)
+        finally:
+            ready.cancel()
+            await fleet.stop()
+            await supervisor.stop()
+
+
+async def _until_fleet_ends(
+    launch: Launch,
+    fleet: Fleet,
+    supervisor: Supervisor,
+    *,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+) -> int:
+    stopping = asyncio.create_task(stop.wait())
+    listening = asyncio.create_task(fleet.listening())
+    ends: set[asyncio.Future[Any]] = {stopping, supervisor.failure, fleet.failure}
+    await asyncio.wait({*ends, listening}, return_when=asyncio.FIRST_COMPLETED)
+    if listening.done():
+        logger.info("event=listening address=%s", listening.result())
+    listening.cancel()
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    for failure in (supervisor.failure, fleet.failure):
+        if failure.done():
+            await asyncio.sleep(0.5)  # open streams get their error event first
+            raise failure.result()
+    logger.info("event=draining processes=%d", fleet.count)
+    cut = await fleet.drain(launch.server.shutdown_timeout, hurry)
+    logger.info("event=drained cut=%d", cut)
+    return 0
 
 
 async def _until_end(
@@ -184,25 +247,59 @@ async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) ->
     )
 
 
-async def _listen(app: ASGIApp, args: ServerArgs, stop: asyncio.Event) -> None:
+async def listen(
+    app: ASGIApp,
+    args: ServerArgs,
+    stop: asyncio.Event,
+    *,
+    port: int | None = None,
+    on_started: Callable[[str], None] | None = None,
+) -> None:
+    """Serves HTTP until `stop`; a `port` is one that other processes of this server have too."""
+    where = _address_of(args)
     await serve_http(
         app,
-        listen=Listen(
-            host=args.host,
-            port=args.port,
-            uds=args.uds,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            root_path=args.root_path,
-        ),
+        listen=where if port is None else replace(where, port=port, shared=True),
         stop=stop,
         limits=HttpLimits(keep_alive=args.timeout_keep_alive),
-        on_started=lambda address: logger.info("event=listening address=%s", address),
+        on_started=on_started
+        or (lambda address: logger.info("event=listening address=%s", address)),
         log_level=args.uvicorn_log_level,
     )
 
 
-def _keys(args: ServerArgs) -> tuple[Key, ...]:
+def _address_of(args: ServerArgs) -> Listen:
+    return Listen(
+        host=args.host,
+        port=args.port,
+        uds=args.uds,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        root_path=args.root_path,
+    )
+
+
+def _process_settings(launch: Launch, fleet: Fleet, port: int) -> list[bytes]:
+    """What each API process gets on its standard input."""
+    engine, server = launch.engine, launch.server
+    return [
+        msgspec.json.encode(
+            ApiSettings(
+                index=number + 1,
+                count=fleet.count,
+                hub=fleet.hub,
+                port=port,
+                engine={name: engine.__dict__[name] for name in options_of(type(engine))},
+                engine_sources=engine.sources,
+                server={name: server.__dict__[name] for name in options_of(type(server))},
+                server_sources=server.sources,
+            )
+        )
+        for number in range(fleet.count)
+    ]
+
+
+def keys_in(args: ServerArgs) -> tuple[Key, ...]:
     """The keys of the file, if there is one. Raises ConfigError."""
     return () if args.api_keys_file is None else read_keys(args.api_keys_file)
 
@@ -214,7 +311,8 @@ def _weights(launch: Launch) -> dict[str, float]:
     return {key.name: key.weight for key in (*keys_of(launch.server.api_key), *launch.keys)}
 
 
-def _settings(launch: Launch) -> ServerSettings:
+def settings_of(launch: Launch) -> ServerSettings:
+    """What the routes need of the options."""
     args = launch.server
     return ServerSettings(
         api_keys=tuple(args.api_key),
@@ -255,7 +353,8 @@ def _names(launch: Launch) -> tuple[str, ...]:
     return tuple(launch.server.served_model_name) or (launch.engine.model,)
 
 
-def _metrics(launch: Launch, frontend: Frontend) -> Metrics:
+def metrics_of(launch: Launch, frontend: Frontend) -> Metrics:
+    """The metrics of this process."""
     longest = frontend.worker.max_model_len or 0
     if longest < 1:
         longest = frontend.longest or 2048
@@ -266,24 +365,28 @@ def _metrics(launch: Launch, frontend: Frontend) -> Metrics:
     )
 
 
-def _text_engine(
-    launch: Launch, frontend: Frontend, supervisor: Supervisor, metrics: Metrics
+def text_engine_of(
+    launch: Launch, frontend: Frontend, source: CoreSource, metrics: Metrics, *, process: int = 0
 ) -> TextEngine:
+    """The engine that the routes speak to. `process` is 0, or the number of this API process.
+
+    Several API processes have an equal share of the queue each.
+    """
     args = launch.engine
-    running = frontend.scheduler.max_num_seqs
+    share = max(1, launch.server.api_server_count) if process else 1
+    running = -(-frontend.scheduler.max_num_seqs // share)
+    queued, queued_tokens = args.max_num_queued_reqs, args.max_num_queued_tokens
     seeded = "seed" in args.sources
     return TextEngine(
-        supervisor,
+        source,
         tokenizer=frontend.tokenizer,
         chat_template=frontend.chat_template,
         model_names=_names(launch),
         max_logprobs=args.max_logprobs,
         admission=Admission(
             running,
-            QUEUED_PER_RUNNING * running
-            if args.max_num_queued_reqs is None
-            else args.max_num_queued_reqs,
-            args.max_num_queued_tokens,
+            QUEUED_PER_RUNNING * running if queued is None else -(-queued // share),
+            None if queued_tokens is None else -(-queued_tokens // share),
             _weights(launch),
         ),
         metrics=metrics,
@@ -294,4 +397,5 @@ def _text_engine(
             for name, value, source in record.effective()
         ],
         seed=args.seed if seeded else None,
+        first_number=process << 48,
     )

@@ -486,7 +486,13 @@ class ServerArgs(Record):
     otlp_traces_endpoint: str | None = absent(
         None, "traces are not exported yet; leave it out.", kind="str"
     )
-    api_server_count: int = absent(1, "one process serves HTTP; use 1.")
+    api_server_count: int = option(
+        1,
+        "processes that serve HTTP on one port, before one engine; each has its share of the queue",
+        group="Server",
+        minimum=1,
+        maximum=64,
+    )
     headless: bool = absent(False, "more than one machine is not supported in this build.")
     disable_uvicorn_access_log: bool = option(
         True,
@@ -512,6 +518,12 @@ class ServerArgs(Record):
                     "twice if it holds both key and certificate.",
                     other,
                 )
+        if self.api_server_count > 1 and self.uds:
+            raise ConfigError(
+                f"{self.label('uds')}: only a TCP port can be shared by "
+                f"{self.label('api_server_count')}; use --host and --port.",
+                "uds",
+            )
 
 
 AsyncEngineArgs = EngineArgs

@@ -277,6 +277,7 @@ class TextEngine:
         generation_defaults: dict[str, object],
         settings: list[tuple[str, str, str]],
         seed: int | None = None,
+        first_number: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -290,7 +291,7 @@ class TextEngine:
         self._admission = admission
         self._clock = clock
         self._rate = Rate()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number)
         self._queued_tokens = 0
         self._draining = False
         self._idle = asyncio.Event()

@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from octavo.errors import ConfigError
 from octavo.obs.http import HttpMetrics
 from octavo.obs.instruments import Counter, Gauge, Histogram, Instrument, Labels, exposition
+from octavo.obs.merge import Family, merge, registry_of, snapshot
 from octavo.obs.stats import RequestTimes, Throughput
 from octavo.obs.tenants import TenantMetrics
 from octavo.obs.triton import TritonMetrics
@@ -231,6 +232,15 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """The text exposition and its content type."""
         return exposition(self.registry, self._instruments), CONTENT_TYPE_LATEST
+
+    def snapshot(self) -> list[Family]:
+        """All metrics as records, to be merged with those of other processes."""
+        return snapshot(self.registry)
+
+    def render_merged(self, snapshots: Sequence[Sequence[Family]]) -> tuple[bytes, str]:
+        """As `render`, for several processes as if they were one."""
+        merged = registry_of(merge(snapshots))
+        return exposition(merged, self._instruments), CONTENT_TYPE_LATEST
 
     # Building
 

@@ -6,7 +6,7 @@ Not for: routes (`app.py`) or bodies (`decode.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -30,6 +30,9 @@ class Serving:
     settings: ServerSettings
     in_flight: int = 0
     timelines: Timelines | None = None  # None: requests are not written down
+    # Asks all processes of this server, this one too, and gives what each has said; None if
+    # there is one process.
+    everybody: Callable[[str], Awaitable[list[bytes]]] | None = None
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

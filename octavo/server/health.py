@@ -40,7 +40,11 @@ async def ping(request: Request) -> Response:
 
 async def load(request: Request) -> Response:
     """How many generating requests are being served."""
-    return json_response({"server_load": serving_of(request).in_flight})
+    serving = serving_of(request)
+    if serving.everybody is None:
+        return json_response({"server_load": serving.in_flight})
+    counts = map(int, await serving.everybody("load"))
+    return json_response({"server_load": sum(counts)})
 
 
 def not_ready(serving: Serving) -> str:

@@ -6,13 +6,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
+from octavo.obs.merge import families_of
 from octavo.server.context import serving_of
 from octavo.server.errors import json_response
 
 
 async def metrics(request: Request) -> Response:
     """All metrics in Prometheus' text form."""
-    body, media_type = serving_of(request).engine.metrics.render()
+    serving = serving_of(request)
+    own = serving.engine.metrics
+    if serving.everybody is None:
+        body, media_type = own.render()
+    else:
+        answers = await serving.everybody("metrics")
+        body, media_type = own.render_merged([families_of(answer) for answer in answers])
     return Response(body, headers={"Content-Type": media_type})
 
 

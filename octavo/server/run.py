@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Listen:
     ssl_certfile: str | None = None
     ssl_keyfile_password: str | None = None
     root_path: str = ""
+    shared: bool = False  # other processes of this server listen on the same port
 
 
 class _Server(uvicorn.Server):
@@ -108,7 +109,17 @@ async def serve(
             running.cancel()
 
 
-def bind(listen: Listen) -> socket.socket:
+def reserve(listen: Listen) -> socket.socket:
+    """Holds a port for processes that will share it, without taking connections.
+
+    Raises ConfigError if another program has it, which sharing alone would not show.
+    """
+    with contextlib.closing(bind(listen)) as alone:
+        port = alone.getsockname()[1]
+    return bind(replace(listen, port=port, shared=True), listens=False)
+
+
+def bind(listen: Listen, *, listens: bool = True) -> socket.socket:
     """A bound socket. Raises ConfigError that names the option and the remedy."""
     if listen.uds is not None:
         return _bind_path(listen.uds)
@@ -121,9 +132,12 @@ def bind(listen: Listen) -> socket.socket:
         raise ConfigError(f"--host {host} cannot be resolved: {error.strerror}.", "host") from None
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if listen.shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind(address)
-        bound.listen(BACKLOG)
+        if listens:
+            bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         raise _refused(error, host, listen.port) from None

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from array import array
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,3 +127,16 @@ class EncoderPool:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def long_texts(tokenizer: Tokenizer) -> AsyncIterator[None]:
+    """Within it, `tokenizer` sends its longest texts to a pool."""
+    pool = EncoderPool(tokenizer)
+    tokenizer.send_long_texts(pool.encode)
+    preparing = asyncio.create_task(asyncio.to_thread(pool.prepare))
+    try:
+        yield
+    finally:
+        await preparing
+        await pool.close()

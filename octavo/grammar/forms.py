@@ -102,8 +102,8 @@ def _ready(schema: Any, wanted: StructuredOutputs, field: str) -> dict[str, Any]
 def _regex(pattern: str) -> str:
     if not pattern:
         raise GrammarError("regex: it is empty; name what the answer may be")
-    text: str = llguidance.LLMatcher.grammar_from_regex(pattern)
-    return text
+    # As in JSON Schema, \d and \w are of ASCII: what other dialects take for one is one too.
+    return f"start: /{llguidance.regex_to_lark(pattern, 'dw')}/"
 
 
 def _grammar(text: str) -> str:

@@ -79,6 +79,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._table: list[bytes] = []
         self._runs: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._zeros: NDArray[np.bool_] = np.zeros(0, np.bool_)  # tokens that begin with one
         self._pool.submit(self._tokenizer)  # some tenths of a second that no request waits for
 
     def follow(self, grammar: Grammar, tokens: Sequence[int]) -> Follower:
@@ -132,14 +133,23 @@ class Grammars:
             try:
                 self._table = table_of(self._vocabulary)
                 self._runs = digit_runs(self._table, 32 * self._words)
+                self._zeros = np.zeros(32 * self._words, np.bool_)
+                firsts = [word[:1] == b"0" for word in self._table[: 32 * self._words]]
+                self._zeros[: len(firsts)] = firsts
                 opened.set_result(open_vocabulary(self._vocabulary, self._vocab_size))
             except Exception as error:
                 opened.set_exception(error)
         return self._opened.result()
 
     def _bound(self, words: Words, left: int) -> None:
-        """Takes out the tokens that begin with more than `left` digits, if others remain."""
+        """Takes out the tokens that begin with more than `left` digits, if others remain.
+
+        Where a schema's limits want more digits, as after -0.000 for a number below zero, zeros
+        are taken out, which lead nowhere.
+        """
         bits = np.unpackbits(words.view(np.uint8), bitorder="little").astype(np.bool_)
-        kept = bits & (self._runs <= left)
-        if kept.any() and not kept.all():
-            words[:] = np.packbits(kept, bitorder="little").view(np.int32)
+        for good in (self._runs <= left, ~self._zeros):
+            kept = bits & good
+            if kept.any():
+                words[:] = np.packbits(kept, bitorder="little").view(np.int32)
+                return

@@ -19,6 +19,7 @@ MAX_NODES = 20_000  # schemas within a schema
 MAX_ENUM = 20_000  # values of all enums together
 MAX_COUNT = 100_000  # of items, properties or characters
 MAX_NUMBER = 2**63
+MAX_FACTOR = 10**15  # of multiples without limits of their own
 MAX_MULTIPLE = 10_000  # of multipleOf, with its decimals as whole digits
 
 Node: TypeAlias = Any  # a schema: an object or a boolean
@@ -114,6 +115,8 @@ def _node(schema: Node, path: str, walk: _Pass, depth: int) -> Node:
         made[keyword] = check(value, _Place(keyword, path, walk, depth))
     _tuple_items(schema, made)
     _order(made, path)
+    if "multipleOf" in made:
+        _bound(made)
     if _is_object(made):
         _close(made, walk, path)
     return made
@@ -331,6 +334,16 @@ def _order(made: dict[str, Any], path: str) -> None:
     ):
         if least in made and most in made and made[least] > made[most]:
             raise SchemaError(f"{least} {_at(path)} is above {most}, so that no value is allowed")
+
+
+def _bound(made: dict[str, Any]) -> None:
+    """A multiple may need more digits wherever it is, so that its number must have an end."""
+    low, high = "minimum", "maximum"
+    for name, other, bound in ((low, high, -MAX_FACTOR), (high, low, MAX_FACTOR)):
+        exclusive = f"exclusive{name.capitalize()}"
+        if name not in made and exclusive not in made:
+            least = made.get(other, made.get(f"exclusive{other.capitalize()}", 0))
+            made[name] = bound + int(least)
 
 
 def _is_object(made: dict[str, Any]) -> bool:

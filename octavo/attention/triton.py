@@ -23,6 +23,7 @@ from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import attention_tiles as tiles
 from octavo.kernels.triton.attention_decode import Heads, Pieces, Tile, decode, list_pieces
+from octavo.kernels.triton.attention_hopper import TILE_ROWS, Shape, hopper, refusal
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count, varlen
 from octavo.kernels.triton.launch import gpu_of
 from octavo.kernels.triton.rotary import rope_store, store
@@ -43,6 +44,7 @@ class TritonPlan:
     queries: Queries | None
     tile_rows: int  # product rows of a tile
     tile: Tile  # of the rows after the decodes
+    counter: Tensor | None = None  # of the kernel for Hopper, if that one serves them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _Room:
     counts: Tensor
     partial: Tensor
     lse: Tensor
+    arrived: Tensor
 
 
 class TritonAttention:
@@ -67,6 +70,7 @@ class TritonAttention:
         self._need: AttentionNeed | None = None
         self._room: _Room | None = None
         self._outgrown: list[_Room] = []  # captured graphs may still point into them
+        self._counter: Tensor | None = None
 
     def supports(self, need: AttentionNeed) -> str | None:
         """Heads of 16 to 256 in steps of 16, pages of 16 to 128, f32, bf16, f16 and FP8 caches."""
@@ -116,6 +120,7 @@ class TritonAttention:
             ints(max_rows),
             torch.zeros(heads * need.head_dim, dtype=torch.float32, device=device),
             torch.zeros(heads, dtype=torch.float32, device=device),
+            ints(max_rows * need.num_kv_heads),
         )
 
     def choose(self, lens: NDArray[np.int32]) -> str:
@@ -134,6 +139,9 @@ class TritonAttention:
         tile_rows, tile = tiles.varlen_tile(
             need.head_dim, need.cache_dtype.itemsize, group, batch.max_q
         )
+        counter = self._hopper(batch.max_q)
+        if counter is not None:
+            tile_rows = TILE_ROWS
         if decodes:
             pieces, even = self._pieces(batch, form)
         if decodes < batch.num_rows:
@@ -146,7 +154,7 @@ class TritonAttention:
             queries = Queries(
                 indptr, batch.kv_lens[decodes:], batch.block_table[decodes:], tile_list
             )
-        return TritonPlan(decodes, pieces, even, queries, tile_rows, tile)
+        return TritonPlan(decodes, pieces, even, queries, tile_rows, tile, counter)
 
     def forward(
         self,
@@ -201,9 +209,22 @@ class TritonAttention:
                 tiles.decode_tile(self._sizes()[1], even=pieces.splits > 0),
                 out[:rows],
             )
-        if plan.queries is not None:
+        if plan.queries is not None and plan.counter is not None:
+            hopper(q, keys, values, plan.queries, heads, plan.counter, out)
+        elif plan.queries is not None:
             varlen(q, keys, values, plan.queries, heads, plan.tile_rows, plan.tile, out)
         return out.view(q.shape[0], -1)
+
+    def _hopper(self, longest: int) -> Tensor | None:
+        """The counter of the kernel for Hopper, if that serves rows of up to `longest` queries."""
+        need, _ = self._sizes()
+        device = torch.device(need.device)
+        shape = Shape(need.head_dim, need.num_heads // need.num_kv_heads)
+        if longest < tiles.HOPPER or refusal(device, need.dtype, need.cache_dtype, shape):
+            return None
+        if self._counter is None:
+            self._counter = torch.zeros(2, dtype=torch.int32, device=device)
+        return self._counter
 
     def _pieces(self, batch: ForwardBatch, form: str | None) -> tuple[Pieces, Pieces]:
         """(for layers without a window, for layers with one)."""
@@ -220,6 +241,7 @@ class TritonAttention:
             room.counts,
             room.partial,
             room.lse,
+            room.arrived,
         )
         if form is None:
             lens = batch.kv_lens_host
@@ -235,6 +257,7 @@ class TritonAttention:
             room.counts,
             room.partial,
             room.lse,
+            room.arrived,
         )
         block = tiles.decode_tile(shape, even=False).keys
         list_pieces(batch.kv_lens[:rows], pieces, aim=aim, block=block)

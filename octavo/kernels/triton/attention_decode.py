@@ -5,9 +5,10 @@ are read once. Three forms, after PagedAttention (Kwon et al. 2023, arXiv:2309.0
 Flash-Decoding (Dao et al. 2023):
 
     single  one program a row and key head, no merge (v1)
-    split   each row's keys in `splits` even pieces, merged by their log-sum-exp (v2)
-    list    pieces of equal length from a list made on the device each step: rows of very
-            different lengths keep all processors busy; without a window
+    split   each row's keys in `splits` even pieces, merged by their log-sum-exp (v2): by the
+            program that ends last, as a launch of its own would take longer
+    list    pieces of equal length from a list made on the device each step, merged by a launch of
+            its own: rows of very different lengths keep all processors busy; without a window
 
 Lengths are read on the device alone, so a captured graph serves any lengths. A row of length 0 is
 padding and gives zeros. Next file: `attention_plan.py`.
@@ -24,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton.attention_math import (
+    LOG2_E,
     LOWEST,
     attend_block,
     load_block,
@@ -34,6 +36,8 @@ from octavo.kernels.triton.attention_math import (
 from octavo.kernels.triton.launch import pdl, power_of_2
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SPLIT_CHUNK, LIST_CHUNK = 8, 16  # pieces that are merged at once
+MOST_ROWS = 512  # of a batch, as a rule: one kernel lists the pieces of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,11 @@ class Heads:
     """What a layer asks of attention: sizes and rules."""
 
     num_heads: int
-    scale: float
+    scale: float  # of scores, that of an FP8 cache's keys included
     window: int = 0  # 0 is none
     soft_cap: float = 0.0
+    sinks: Tensor | None = None  # f32[Q]
+    value_scale: float = 1.0  # of an FP8 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,7 @@ class Tile:
     keys: int
     warps: int
     stages: int
+    masked: bool = False  # what lies after a row's last key in its page is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,58 @@ class Pieces:
     counts: Tensor  # i32[R]: its number of items
     partial: Tensor  # f32, room for W * Q * D: what each piece found
     lse: Tensor  # f32, room for W * Q: its log-sum-exp, base 2
+    arrived: Tensor  # i32[R * K] of the split form: pieces found so far, zero between launches
+
+
+@triton.jit
+def _load_seen(
+    first_ptr, offsets, visible, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr
+):
+    """As `load_block`; with MASKED, zeros for keys that are not visible, and memory is spared."""
+    if MASKED:
+        d = tl.arange(0, DP)
+        inside = visible[:, None] & (d < D)[None, :]
+        return tl.load(first_ptr + offsets[:, None] + d[None, :], mask=inside, other=0.0)
+    return load_block(first_ptr, offsets, D, DP)
+
+
+@triton.jit
+def _merged(
+    partial_ptr,
+    lse_ptr,
+    sinks_ptr,
+    first,
+    count,
+    head,
+    Q: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """f32 [DP]: pieces first..first+count of a query head, weighed by their log-sum-exps."""
+    d = tl.arange(0, DP)
+    best = LOWEST
+    total = 0.0
+    if SINKS:
+        best = tl.load(sinks_ptr + head) * LOG2_E
+        total = 1.0
+    acc = tl.zeros([DP], tl.float32)
+    for start in range(0, count, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        inside = s < count
+        at = (first + s).to(tl.int64) * Q + head
+        lse = tl.load(lse_ptr + at, mask=inside, other=LOWEST, cache_modifier=".cg")
+        mask = inside[:, None] & (d < D)[None, :]
+        where = partial_ptr + at[:, None] * D + d[None, :]
+        part = tl.load(where, mask=mask, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
+        shrink = tl.exp2(best - new_best)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        best = new_best
+    return acc / tl.maximum(total, 1e-30)
 
 
 @triton.jit(
@@ -78,15 +137,18 @@ def decode_kernel(
     table_ptr,  # i32[R, B]
     lens_ptr,  # i32[R]
     items_ptr,  # i32[3, W], read if LIST
+    sinks_ptr,  # f32[Q], read if SINKS
     out_ptr,  # [R, Q, D]
     partial_ptr,  # f32 [R * S or W, Q, D]
     lse_ptr,  # f32 [R * S or W, Q]
+    arrived_ptr,  # i32[R, K]; zero before and after
     scale,
+    value_scale,
     page_stride,
     head_stride,
     table_stride,
     num_items,  # W
-    splits,  # S
+    splits,  # S; 1 is the single form
     Q: tl.constexpr,
     G: tl.constexpr,  # query heads a key head
     GP: tl.constexpr,  # G rounded up to a power of 2, 16 at least
@@ -96,10 +158,13 @@ def decode_kernel(
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    FORM: tl.constexpr,  # 0 single, 1 split, 2 list
+    LIST: tl.constexpr,
+    SINKS: tl.constexpr,
+    MASKED: tl.constexpr,
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
     PAIRS: tl.constexpr,  # values_ptr is of int16, two FP8 numbers each
     E4M3: tl.constexpr,
+    CHUNK: tl.constexpr,  # splits that are merged at once
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
@@ -107,7 +172,7 @@ def decode_kernel(
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(1)
-    if FORM == 2:
+    if LIST:
         piece = tl.program_id(0)
         row = tl.load(items_ptr + piece)
         if row < 0:
@@ -121,13 +186,9 @@ def decode_kernel(
         length = tl.load(lens_ptr + row)
         begin = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
         first = begin // BN if WINDOW > 0 else 0
-        if FORM == 0:
-            low = first * BN
-            high = length
-        else:
-            span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
-            low = (first + tl.program_id(2) * span) * BN
-            high = tl.minimum(low + span * BN, length)
+        span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
+        low = (first + tl.program_id(2) * span) * BN
+        high = tl.minimum(low + span * BN, length)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
@@ -137,6 +198,11 @@ def decode_kernel(
         q = q.to(tl.float16)
     best = tl.full([GP], LOWEST, tl.float32)
     total = tl.zeros([GP], tl.float32)
+    if SINKS and not LIST:  # noqa: SIM102 - the one is known when compiled, the other is not
+        if splits == 1:
+            sink = tl.load(sinks_ptr + head * G + g, mask=g < G, other=0.0)
+            best = tl.where(g < G, sink * LOG2_E, best)
+            total = tl.where(g < G, 1.0, total)
     row_table = table_ptr + row.to(tl.int64) * table_stride
     key_ptr = keys_ptr + head.to(tl.int64) * head_stride
     if PAIRS:
@@ -150,11 +216,12 @@ def decode_kernel(
         position = start + tl.arange(0, BN)
         offsets = page_offsets(row_table, start, high, page_stride, P, BN, D)
         visible = position < high
+        seen = visible
         if WINDOW > 0:
             visible = visible & (position >= begin)
-        k = load_block(key_ptr, offsets, D, DP)
+        k = _load_seen(key_ptr, offsets, seen, D, DP, MASKED)
         if PAIRS:
-            v = load_block(value_ptr, offsets // 2, D // 2, DP // 2)
+            v = _load_seen(value_ptr, offsets // 2, seen, D // 2, DP // 2, MASKED)
             weight, shrink, total, best = weights_of(
                 total, best, q, k, visible[None, :], scale, CAP, True
             )
@@ -163,67 +230,66 @@ def decode_kernel(
             acc = tl.dot(weight, v_even, acc * shrink[:, None])
             odd = tl.dot(weight, v_odd, odd * shrink[:, None])
         else:
-            v = load_block(value_ptr, offsets, D, DP)
+            v = _load_seen(value_ptr, offsets, seen, D, DP, MASKED)
             acc, total, best = attend_block(
                 acc, total, best, q, k, v, visible[None, :], scale, CAP, True
             )
     if PAIRS:
         acc = tl.interleave(acc, odd)
-    out = acc / tl.maximum(total, 1e-30)[:, None]
-    if FORM == 0:
-        tl.store(out_ptr + row.to(tl.int64) * Q * D + at, out, mask=inside)
+    out = acc * (value_scale / tl.maximum(total, 1e-30))[:, None]
+    out_ptr += row.to(tl.int64) * Q * D
+    if LIST:
+        alone = False
+    else:
+        alone = splits == 1
+    if alone:
+        tl.store(out_ptr + at, out, mask=inside)
     else:
         at_piece = piece.to(tl.int64) * Q
-        tl.store(partial_ptr + at_piece * D + at, out, mask=inside)
+        tl.store(partial_ptr + at_piece * D + at, out, mask=inside, cache_modifier=".cg")
         lse = tl.where(total > 0, best + tl.log2(tl.maximum(total, 1e-30)), LOWEST)
-        tl.store(lse_ptr + at_piece + head * G + g, lse, mask=g < G)
+        where = lse_ptr + at_piece + head * G + g
+        tl.store(where, lse, mask=g < G, cache_modifier=".cg")
+        if not LIST:
+            tl.debug_barrier()  # all of this program's stores come before its arrival
+            mine = arrived_ptr + row * (Q // G) + head
+            if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
+                tl.store(mine, 0)
+                for query in range(head * G, head * G + G):
+                    merged = _merged(
+                        partial_ptr, lse_ptr, sinks_ptr, row * splits, splits, query,
+                        Q, D, DP, CHUNK, SINKS,
+                    )  # fmt: skip
+                    tl.store(out_ptr + query * D + d, merged, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
 def merge_kernel(
-    partial_ptr,  # f32 [pieces, Q, D]
-    lse_ptr,  # f32 [pieces, Q]
-    firsts_ptr,  # i32[R], read if LIST
+    partial_ptr,  # f32 [W, Q, D]
+    lse_ptr,  # f32 [W, Q]
+    firsts_ptr,  # i32[R]
     counts_ptr,
+    sinks_ptr,  # f32[Q], read if SINKS
     out_ptr,  # [R, Q, D]
-    splits,
     Q: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     CHUNK: tl.constexpr,  # pieces read at once
-    LIST: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row and query head: the pieces' results, weighed by their log-sum-exps."""
+    """One program a row and query head of the list form."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1)
-    if LIST:
-        first = tl.load(firsts_ptr + row)
-        count = tl.load(counts_ptr + row)
-    else:
-        first = row * splits
-        count = splits
+    first = tl.load(firsts_ptr + row)
+    count = tl.load(counts_ptr + row)
+    out = _merged(
+        partial_ptr, lse_ptr, sinks_ptr, first, count, head, Q, D, DP, CHUNK, SINKS
+    )  # fmt: skip
     d = tl.arange(0, DP)
-    best = LOWEST
-    total = 0.0
-    acc = tl.zeros([DP], tl.float32)
-    for start in range(0, count, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        inside = s < count
-        at = (first + s).to(tl.int64) * Q + head
-        lse = tl.load(lse_ptr + at, mask=inside, other=LOWEST)
-        mask = inside[:, None] & (d < D)[None, :]
-        part = tl.load(partial_ptr + at[:, None] * D + d[None, :], mask=mask, other=0.0)
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
-        shrink = tl.exp2(best - new_best)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        best = new_best
-    out = acc / tl.maximum(total, 1e-30)
     tl.store(out_ptr + (row.to(tl.int64) * Q + head) * D + d, out, mask=d < D)
 
 
@@ -244,13 +310,13 @@ def decode(
     """
     rows, num_heads, size = q.shape
     _, kv_heads, page, _ = keys.shape
-    form = 2 if pieces.splits == 0 else min(1, pieces.splits - 1)
+    listed = pieces.splits == 0
     num_items = pieces.items.shape[1]
-    splits = max(1, pieces.splits)
-    grid = (num_items, kv_heads) if form == 2 else (rows, kv_heads, splits)
+    grid = (num_items, kv_heads) if listed else (rows, kv_heads, pieces.splits)
     group = num_heads // kv_heads
     early = pdl(q.device)
     pairs = keys.dtype in FP8 and early["PDL"]
+    sinks = pieces.lse if heads.sinks is None else heads.sinks
     decode_kernel[grid](
         q,
         keys,
@@ -258,15 +324,18 @@ def decode(
         table,
         lens,
         pieces.items,
+        sinks,
         out,
         pieces.partial,
         pieces.lse,
+        pieces.arrived,
         heads.scale,
+        heads.value_scale,
         keys.stride(0),
         keys.stride(1),
         table.stride(0),
         num_items,
-        splits,
+        max(1, pieces.splits),
         Q=num_heads,
         G=group,
         GP=max(16, power_of_2(group)),
@@ -276,28 +345,31 @@ def decode(
         BN=tile.keys,
         WINDOW=heads.window,
         CAP=heads.soft_cap,
-        FORM=form,
+        LIST=listed,
+        SINKS=heads.sinks is not None,
+        MASKED=tile.masked,
         WIDE=keys.dtype in FP8,
         PAIRS=pairs,
         E4M3=keys.dtype == torch.float8_e4m3fn,
+        CHUNK=SPLIT_CHUNK,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,
     )
-    if form == 0:
+    if not listed:
         return
     merge_kernel[(rows, num_heads)](
         pieces.partial,
         pieces.lse,
         pieces.firsts,
         pieces.counts,
+        sinks,
         out,
-        splits,
         Q=num_heads,
         D=size,
         DP=power_of_2(size),
-        CHUNK=16 if form == 2 else min(16, power_of_2(splits)),
-        LIST=form == 2,
+        CHUNK=LIST_CHUNK,
+        SINKS=heads.sinks is not None,
         num_warps=4,
         **early,
     )
@@ -316,7 +388,7 @@ def list_kernel(
     num_items,  # W
     pieces,  # aimed at; W is at least pieces + R
     BN: tl.constexpr,
-    RP: tl.constexpr,  # R rounded up to a power of 2
+    RP: tl.constexpr,  # a power of 2, R at least
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -365,7 +437,7 @@ def list_pieces(lens: Tensor, pieces: Pieces, *, aim: int, block: int) -> None:
         num_items,
         aim,
         BN=block,
-        RP=power_of_2(rows),
+        RP=max(MOST_ROWS, power_of_2(rows)),
         CHUNK=64,
         num_warps=4,
         **pdl(lens.device),

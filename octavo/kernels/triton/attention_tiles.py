@@ -15,7 +15,8 @@ from octavo.kernels.triton.attention_decode import Tile
 from octavo.kernels.triton.launch import power_of_2
 
 MAX_SPLITS = 16
-PROGRAMS = 8  # of a processor: so many keep its reads busy
+PROGRAMS = 4  # of a processor: so many keep its reads busy, and more splits cost more
+HOPPER = 256  # queries of the longest row, from which on the kernel for Hopper is faster
 SHORT = 1024  # queries: up to so many, small tiles keep more processors busy
 # A batch is uneven if a piece of its longest row is so many times a program's even share.
 UNEVEN = 1.6
@@ -64,7 +65,9 @@ def decode_tile(shape: DecodeShape, *, even: bool) -> Tile:
     keys = min(64, shape.page)
     if shape.head_dim > 128:
         return Tile(min(32, keys), 4, 2)
-    return Tile(keys, 1 if shape.item_bytes == 1 and even else 2, 3)
+    if shape.item_bytes == 1:
+        return Tile(keys, 1 if even else 2, 3)
+    return Tile(keys, 2, 3, masked=True)
 
 
 def varlen_tile(head_dim: int, item_bytes: int, group: int, longest: int) -> tuple[int, Tile]:

@@ -17,7 +17,7 @@ from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.gemv import gemv
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
-from octavo.kernels.triton.sample import sample
+from octavo.kernels.triton.sample import sample, sample_checked
 from octavo.kernels.triton.skinny import skinny, suits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,6 +48,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
         rope=rope,
         silu_mul=silu_mul,
         sample=sample,
+        sample_checked=sample_checked,
         linear_silu=linear_silu,
     )
 

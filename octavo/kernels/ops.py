@@ -63,6 +63,9 @@ class Ops:
     # logits f32[S, V], settings -> i32[S]; rows with temperature 0 are greedy.
     # The draw is a function of (logits, settings, seed, position) alone.
     sample: Callable[[Tensor, SampleRows], Tensor]
+    # As `sample`; also sets i32[S] to 1 where a row has a logit that is not finite. None: such rows
+    # are looked for apart.
+    sample_checked: Callable[[Tensor, SampleRows, Tensor], Tensor] | None = None
     # linear and silu_mul in one: x [T, K], weight [2 * I, K], bias -> [T, I]; None: use the two.
     linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.

@@ -130,7 +130,14 @@ def _staged(
     slots = SlotTable(
         num_slots=limits.num_slots, vocab_size=choices.spec.vocab_size, grammars=grammars
     )
-    chooser = StagedChooser(choices.ops.sample, device=device, ops=ops, inputs=inputs, slots=slots)
+    chooser = StagedChooser(
+        choices.ops.sample,
+        device=device,
+        ops=ops,
+        inputs=inputs,
+        slots=slots,
+        sample_checked=choices.ops.sample_checked,
+    )
     eager = Eager(model, choices.attention)
     graphs: Graphs | None = None
     note = "graphs: none, as asked"

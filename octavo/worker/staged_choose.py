@@ -10,7 +10,7 @@ Not for: the CPU (`choose.py`). Next file: `graphs.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.device.base import Device, Event
 from octavo.kernels import slots as slots_kernels
+from octavo.kernels.ops import SampleRows
 from octavo.kernels.slots import SlotOps
 from octavo.sampling.logprobs import LogprobTensors, launch_logprobs, read_logprobs
 from octavo.sampling.masks import apply_masks
@@ -35,6 +36,7 @@ from octavo.worker.choose import (
 from octavo.worker.slots import LOGPROBS, POISONED, RULES, Ints, SlotTable
 from octavo.worker.staged import StagedInputs, Staging
 
+SampleChecked = Callable[[Tensor, SampleRows, Tensor], Tensor]
 TURNS = 4  # choices whose tokens may lie in staging memory at once
 
 
@@ -118,8 +120,11 @@ class StagedChooser:
         ops: SlotOps,
         inputs: StagedInputs,
         slots: SlotTable,
+        sample_checked: SampleChecked | None = None,
     ) -> None:
+        """`sample_checked` looks for broken rows and samples in one, see `Ops`."""
         self._sample = sample
+        self._sample_checked = sample_checked
         self._device = device
         self._ops = ops
         self._inputs = inputs
@@ -150,11 +155,19 @@ class StagedChooser:
 
     def draw(self, logits: Tensor, *, filtered: bool = False) -> Tensor:
         """Tokens of f32[n, V], by the settings of the first n sampled rows; notes them."""
-        self._ops.check(logits, self._inputs.tensors)
-        return self._draw(logits, filtered)
+        tensors, count = self._inputs.tensors, logits.shape[0]
+        if self._sample_checked is None:
+            self._ops.check(logits, tensors)
+            return self._draw(logits, filtered)
+        flags = tensors.out[slots_kernels.NOT_FINITE, :count]
+        settings = self._inputs.settings(count, filtered=filtered)
+        return self._noted(self._sample_checked(logits, settings, flags))
 
     def _draw(self, logits: Tensor, filtered: bool) -> Tensor:
-        tokens = self._sample(logits, self._inputs.settings(logits.shape[0], filtered=filtered))
+        settings = self._inputs.settings(logits.shape[0], filtered=filtered)
+        return self._noted(self._sample(logits, settings))
+
+    def _noted(self, tokens: Tensor) -> Tensor:
         self._ops.note(tokens, self._inputs.tensors, self._inputs.slots)
         return tokens
 

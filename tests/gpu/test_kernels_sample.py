@@ -11,7 +11,7 @@ from octavo.kernels.sample import sample as defined
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton.sample import sample
+from octavo.kernels.triton.sample import sample, sample_checked
 
 
 def make_rows(device: torch.device, count: int, **columns: object) -> SampleRows:
@@ -117,3 +117,18 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
             rows.position[part],
         )
         assert int(sample(logits[part], alone)) == int(whole[row])
+
+
+@pytest.mark.parametrize("settings", [{"filtered": False}, {"temperature": 0.0}, {"top_k": 5}])
+def test_rows_that_are_not_finite_are_flagged(
+    device: torch.device, settings: dict[str, object]
+) -> None:
+    logits = torch.randn(6, 9001, device=device)
+    logits[0, 9000] = torch.nan
+    logits[2, 0] = torch.inf
+    logits[3, 4096] = -torch.inf
+    flags = torch.zeros(6, dtype=torch.int32, device=device)
+    rows = make_rows(device, 6, **settings)
+    found = sample_checked(logits, rows, flags)
+    assert flags.tolist() == [1, 0, 1, 1, 0, 0]
+    assert found.tolist() == sample(logits, rows).tolist()

@@ -28,6 +28,7 @@ from octavo.kernels.triton.sample_filter import (
     load_z,
     order_of,
     weight_of,
+    z_at,
 )
 
 
@@ -56,12 +57,14 @@ def chunk_kernel(
     where_ptr,  # i32 [S, C]
     sum_ptr,  # f64 [S, C], of exp(z - best)
     group_ptr,  # f32 [S, C * BLOCK / GROUP], each group's greatest z, written if GROUPS
+    flag_ptr,  # i32[S], set to 1 if FLAGS and a logit is not finite
     V,
     chunks,  # C
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     CUT: tl.constexpr,
+    FLAGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a chunk and row. A NaN makes the chunk's greatest NaN."""
@@ -73,7 +76,12 @@ def chunk_kernel(
     temperature = tl.load(temperature_ptr + row)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = at < V
-    z = load_z(logits_ptr + row.to(tl.int64) * V, at, inside, temperature)
+    logit = tl.load(logits_ptr + row.to(tl.int64) * V + at, mask=inside, other=-INFINITY)
+    if FLAGS:
+        wrong = tl.where(tl.abs(logit) < INFINITY, 0, 1)
+        if tl.max(tl.where(inside, wrong, 0), 0) > 0:
+            tl.store(flag_ptr + row, 1)
+    z = z_at(logit, temperature)
     broken = tl.max((z != z).to(tl.int32), 0) > 0
     best = tl.max(z, 0)
     first = tl.min(tl.where((z == best) & inside, at, V), 0)
@@ -154,6 +162,15 @@ def draw_kernel(
 
 def sample(logits: Tensor, rows: SampleRows) -> Tensor:
     """Logits f32[S, V], settings -> i32[S], on the logits' device; the host does not wait."""
+    return _sample(logits, rows, None)
+
+
+def sample_checked(logits: Tensor, rows: SampleRows, flags: Tensor) -> Tensor:
+    """As `sample`; sets `flags` i32[S] to 1 where a row has a logit that is not finite."""
+    return _sample(logits, rows, flags)
+
+
+def _sample(logits: Tensor, rows: SampleRows, flags: Tensor | None) -> Tensor:
     count, vocab = logits.shape
     device = logits.device
     out = torch.empty(count, dtype=torch.int32, device=device)
@@ -167,7 +184,7 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
     where = torch.empty(count, chunks, dtype=torch.int32, device=device)
     sums = torch.empty(count, chunks, dtype=torch.float64, device=device)
 
-    def sum_chunks(groups: Tensor | None, *, cut_off: bool) -> None:
+    def sum_chunks(groups: Tensor | None, flags: Tensor | None, *, cut_off: bool) -> None:
         chunk_kernel[(chunks, count)](
             logits,
             rows.temperature,
@@ -176,21 +193,24 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
             where,
             sums,
             best if groups is None else groups,
+            out if flags is None else flags,
             vocab,
             chunks,
             BLOCK=CHUNK,
             GROUP=GROUP,
             GROUPS=groups is not None,
             CUT=cut_off,
+            FLAGS=flags is not None,
             num_warps=8,
             **early,
         )
 
     if rows.filtered:
         groups = torch.empty(count, chunks * CHUNK // GROUP, dtype=torch.float32, device=device)
-        sum_chunks(groups, cut_off=False)
+        sum_chunks(groups, flags, cut_off=False)
         cut = find_cuts(logits, rows, best, sums, groups)
-    sum_chunks(None, cut_off=rows.filtered)
+        flags = None
+    sum_chunks(None, flags, cut_off=rows.filtered)
     draw_kernel[(count,)](
         logits,
         rows.temperature,

@@ -34,7 +34,13 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 def load_z(logits_ptr, at, inside, temperature):
     """Logits over temperature, rounded as one division; 0 leaves them. Outside: -infinity."""
-    z = tl.load(logits_ptr + at, mask=inside, other=-INFINITY).to(tl.float32)
+    return z_at(tl.load(logits_ptr + at, mask=inside, other=-INFINITY), temperature)
+
+
+@triton.jit
+def z_at(logit, temperature):
+    """A logit over the temperature; see `load_z`."""
+    z = logit.to(tl.float32)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     return tl.div_rn(z, tl.zeros_like(z) + divisor)
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.slots import (
     ADMIT_WORDS,
@@ -20,6 +21,7 @@ from octavo.kernels.slots import (
     SlotTensors,
     StepTensors,
 )
+from octavo.kernels.triton.launch import pdl
 
 TURN = 256  # tokens or blocks of one turn of a program
 ENTRIES = 128  # of a list that one program works off
@@ -167,8 +169,13 @@ def check_kernel(logits_ptr, flags_ptr, V, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def note_kernel(tokens_ptr, out_ptr, slots_ptr, last_token_ptr, rows, BLOCK: tl.constexpr):
+def note_kernel(
+    tokens_ptr, out_ptr, slots_ptr, last_token_ptr, rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Tokens to `out` and to the last tokens of their slots."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < rows
     token = tl.load(tokens_ptr + i, mask=inside, other=0)
@@ -247,7 +254,13 @@ def note(tokens: Tensor, step: StepTensors, slots: SlotTensors) -> None:
     """See SlotOps."""
     rows = tokens.shape[0]
     note_kernel[(triton.cdiv(rows, ENTRIES),)](
-        tokens, step.out, step.sample_slots, slots.last_token, rows, BLOCK=ENTRIES
+        tokens,
+        step.out,
+        step.sample_slots,
+        slots.last_token,
+        rows,
+        BLOCK=ENTRIES,
+        **pdl(tokens.device),
     )
 
 

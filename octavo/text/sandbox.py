@@ -48,18 +48,20 @@ class RefusedError(Exception):
 class Budget:
     """What one rendering has spent: loop steps, processor time, characters."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds` of processor time, or the usual limit."""
+        self._seconds = MAX_SECONDS if seconds is None else seconds
         self._steps = 0
         self._characters = 0
-        self._deadline = time.thread_time() + MAX_SECONDS
+        self._deadline = time.thread_time() + self._seconds
 
     def spend(self) -> None:
-        """One step of a loop."""
+        """One step of a loop, or one call."""
         self._steps += 1
         if self._steps > MAX_LOOP_STEPS:
             raise RefusedError(f"The chat template took more than {MAX_LOOP_STEPS} steps.")
         if self._steps % 256 == 0 and time.thread_time() > self._deadline:
-            raise RefusedError(f"The chat template took more than {MAX_SECONDS:g} seconds.")
+            raise RefusedError(f"The chat template took more than {self._seconds:g} seconds.")
 
     def spend_text(self, made: Any) -> None:
         """A text or list that an operation has made."""
@@ -142,13 +144,27 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(
         self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
+        context.resolve(BUDGET).spend()  # macros that call each other are loops too
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, str):
             if function.__name__ == "join":
                 args = tuple(list(argument) for argument in args)
             _check_method(function.__self__, function.__name__, (*args, *kwargs.values()))
+        budget: Any = context.resolve(BUDGET)
+        budget.spend()
         made = super().call(context, function, *args, **kwargs)
-        context.resolve(BUDGET).spend_text(made)
+        budget.spend_text(made)
         return made
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_method(value.__self__, "format", (*args, *kwargs.values()))
+            return wrapped(*args, **kwargs)
+
+        return bounded
 
 
 def _guard_tree(tree: jinja2.nodes.Template) -> None:

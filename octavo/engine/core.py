@@ -132,7 +132,7 @@ class EngineCore:
         self._last_landing = now
         if self._pace is not None:
             self._pace.landed(plan.num_rows, plan.num_tokens, seconds)
-        return self._scheduler.commit(plan, result, 1000 * seconds)
+        return self._scheduler.commit(plan, result, 1000 * seconds, now)
 
     def _recover(self, error: Exception) -> StepOutputs:
         text = f"{type(error).__name__}: {error}"

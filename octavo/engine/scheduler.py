@@ -474,8 +474,10 @@ class Scheduler:
 
     # -- results --
 
-    def commit(self, plan: StepPlan, result: StepResult, step_ms: float = 0.0) -> StepOutputs:
-        """Takes in the oldest unlanded step; returns all news since the last report."""
+    def commit(
+        self, plan: StepPlan, result: StepResult, step_ms: float = 0.0, now: float = 0.0
+    ) -> StepOutputs:
+        """Takes in the oldest unlanded step, landed `now`; returns all news since the last."""
         step = self.steps.popleft()
         assert step.plan is plan, "steps land in the order of their plans"
         columns = self.columns
@@ -488,7 +490,7 @@ class Scheduler:
             if sequence.reason is None and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += values
         if self.tracer is not None:
-            self.tracer.landed(step.planned_at, step.chunks, step_ms, plan.step)
+            self.tracer.landed(step.planned_at, step.chunks, now, plan.step)
         if self.fair is not None:
             self.fair.charge_outputs(step.sampled)
         num_news = self._accept(step, tokens.tolist(), result)

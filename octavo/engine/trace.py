@@ -44,7 +44,6 @@ class Tracer:
         self._now = 0.0
         self._totals = [0.0] * len(LACKS)  # seconds for which the queue's first lacked it
         self._lack = -1
-        self._last_landing = 0.0
         self._new: list[Sequence] = []
         self._taker: Sequence | None = None
         self._evicted: OrderedDict[bytes, tuple[float, str, str]] = OrderedDict()
@@ -103,11 +102,10 @@ class Tracer:
 
     # -- steps --
 
-    def landed(self, planned_at: float, chunks: list[Chunk], step_ms: float, number: int) -> None:
-        """A step has landed, `step_ms` after its submission or the landing before it."""
-        self._last_landing = max(planned_at, self._last_landing) + step_ms / 1000
+    def landed(self, planned_at: float, chunks: list[Chunk], now: float, number: int) -> None:
+        """Step `number`, planned at `planned_at`, has landed with these chunks."""
         for chunk in chunks:
-            values = (chunk.start, chunk.length, self._last_landing, number)
+            values = (chunk.start, chunk.length, now, number)
             self._add(chunk.sequence, TraceEvent("chunk", planned_at, values))
 
     def preempted(self, sequence: Sequence, cause: str) -> None:
@@ -187,10 +185,12 @@ class Tracer:
             self._roots.popitem(last=False)
         best = None
         if all(one[0] != root for one in roots):
+            most = (0, False)
             for other, adapter, who, tenant in roots:
-                if hits := self._hits_under(other, sequence, size):
-                    reason = "salt" if adapter == sequence.adapter else "adapter"
-                    best = (hits, reason, who, tenant)
+                hits, same = self._hits_under(other, sequence, size), adapter == sequence.adapter
+                if hits and (hits, same) > most:
+                    most = (hits, same)
+                    best = (hits, "salt" if same else "adapter", who, tenant)
             roots.append((root, sequence.adapter, sequence.id, sequence.tenant))
             del roots[:-MAX_ROOTS]
         return best

@@ -66,9 +66,7 @@ class Auth:
             try:
                 key = self._key(Headers(scope=scope))
                 if not key.may(wanted := scope_of(path)):
-                    raise Forbidden(
-                        f"This key has not the scope {wanted}, which {path[:200]} needs."
-                    )
+                    raise Forbidden(f"The key lacks the scope {wanted}, needed by {path[:200]}.")
             except OctavoError as error:
                 await error_response(error)(scope, receive, send)
                 return

@@ -106,7 +106,7 @@ class GrammarCompiler:
     def known(self, wanted: StructuredOutputs) -> Form | None:
         """The grammar, if it has been compiled before. Raises as `compile` does."""
         with self._lock:
-            key = msgspec.json.encode(wanted)
+            key = _written(wanted)
             verdict = self._known.get(key)
             if verdict is None:
                 return None
@@ -137,7 +137,7 @@ class GrammarCompiler:
             raise InvalidRequest(
                 f"{PARAM}: this model has no end token, so that no answer could end.", PARAM
             )
-        line = msgspec.json.encode(wanted)
+        line = _written(wanted)
         verdict = self._judge(line)
         self._remember(line, verdict)
         return _form(verdict)
@@ -175,6 +175,15 @@ class GrammarCompiler:
             while len(self._known) > REMEMBERED or self._known_bytes > REMEMBERED_BYTES:
                 old, gone = self._known.popitem(last=False)
                 self._known_bytes -= len(old) + len(msgspec.json.encode(gone))
+
+
+def _written(wanted: StructuredOutputs) -> bytes:
+    try:
+        return msgspec.json.encode(wanted)
+    except RecursionError:
+        raise InvalidRequest(f"{PARAM}: it is nested too deep; make it flatter.", PARAM) from None
+    except (TypeError, ValueError, OverflowError, msgspec.EncodeError) as error:
+        raise InvalidRequest(f"{PARAM}: it is no JSON: {str(error)[:200]}.", PARAM) from None
 
 
 def _form(verdict: Verdict) -> Form:

@@ -79,7 +79,7 @@ def sent_names(body: ChatRequest) -> dict[str, str]:
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     if body.tools:
-        names["structural_tag"] = names["structured_outputs"] = "tools"
+        names["structured_outputs.structural_tag"] = names["structured_outputs"] = "tools"
     return names
 
 

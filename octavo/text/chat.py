@@ -2,8 +2,8 @@
 
 What a caller typed never becomes a control token: texts of special tokens in messages, tools or
 arguments are put out of sight under a random name while the template runs, and come back as
-plain text when the prompt is encoded. Loops and time of a template are limited. Not for: the
-form of messages (`messages.py`), or parsing what the model answers. Next file: `server/chat.py`.
+plain text when the prompt is encoded. Not for: what a template may do (`sandbox.py`), the form of
+messages (`messages.py`), or parsing what the model answers. Next file: `reasoning.py`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,22 @@ import asyncio
 import json
 import re
 import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.text.messages import validate_messages
+from octavo.text.sandbox import BUDGET, MAX_TEXTS, Budget, RefusedError, Sandbox
 from octavo.text.tokenizer import THREAD_FROM, Tokenizer
 
 __all__ = ["ChatTemplate", "RenderedPrompt", "validate_messages"]
 
-MAX_LOOP_STEPS = 1_000_000  # of one rendering
-MAX_SECONDS = 2.0  # of processor time of one rendering
-MAX_FAULTS = 5  # told of one template that does not compile
-MAX_PRODUCT = 1_000_000  # length of a repeated text, digits of a power
-
-_BUDGET = "octavo_budget"
-_GIVEN = frozenset({"messages", "tools", "add_generation_prompt", _BUDGET})
+_GIVEN = frozenset({"messages", "tools", "add_generation_prompt", BUDGET})
+PROBE_SECONDS = 0.1  # of processor time
+_PROBE = "octavoprobe"  # what a template is tried with
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +58,22 @@ class ChatTemplate:
         self.variables: frozenset[str] = frozenset()
         if source is None:
             return
-        environment = _environment()
+        sandbox = Sandbox()
         try:
-            tree = environment.parse(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-            _limit_loops(tree)
-            code = environment.compile(tree, name, name)
+            self._template, self.variables = sandbox.compiled(source, name)
         except jinja2.TemplateSyntaxError as error:
-            faults = "; ".join(_faults(environment, source, error))
-            raise ConfigError(f"The chat template {name}, {faults}.", "chat_template") from None
+            found = "; ".join(sandbox.faults(source, error))
+            raise ConfigError(f"The chat template {name}, {found}.", "chat_template") from None
         except RecursionError:
             raise ConfigError(
                 f"The chat template {name} is nested too deeply.", "chat_template"
             ) from None
-        self._template = jinja2.Template.from_code(environment, code, environment.make_globals({}))
         self._knows_developer = "developer" in source
+        # Two things that templates disagree about are found out by trying them.
+        self._list_content = not self._shows_text() and self._shows_parts()
+        self._text_arguments = not self._shows_call({"k": _PROBE}) and self._shows_call(
+            json.dumps({"k": _PROBE})
+        )
 
     @property
     def takes_tools(self) -> bool:
@@ -111,6 +100,8 @@ class ChatTemplate:
             shown = [guard.hide(self._role(message)) for message in messages]
             if continue_final_message:
                 shown[-1]["content"] += guard.end
+            for message in shown:
+                self._fit(message)
             text = self._run(
                 {
                     **self._tokenizer.named,
@@ -189,11 +180,46 @@ class ChatTemplate:
             return {**message, "role": "system"}
         return message
 
-    def _run(self, values: dict[str, Any]) -> str:
+    def _fit(self, message: dict[str, Any]) -> None:
+        """Gives content and arguments the form that this template takes."""
+        if self._list_content:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        for call in message.get("tool_calls", ()) if self._text_arguments else ():
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+
+    def _shows_text(self) -> bool:
+        return _PROBE in self._try({"role": "user", "content": _PROBE})
+
+    def _shows_parts(self) -> bool:
+        parts = [{"type": "text", "text": _PROBE}]
+        return _PROBE in self._try({"role": "user", "content": parts})
+
+    def _shows_call(self, arguments: object) -> bool:
+        """True if arguments in this form are shown, and not in the way in which Python would."""
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "abcdef123", "type": "function", "function": function}
+        asked = {"role": "user", "content": "Hi"}
+        made: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        if self._list_content:
+            asked["content"] = made["content"] = [{"type": "text", "text": "Hi"}]  # type: ignore[assignment]
+        shown = self._try(asked, made)
+        return _PROBE in shown and "'k'" not in shown
+
+    def _try(self, *messages: dict[str, Any]) -> str:
+        """What the template makes of messages; nothing if it refuses them."""
+        values = {"messages": list(messages), "tools": None, "add_generation_prompt": False}
+        try:
+            return self._run({**self._tokenizer.named, **values}, PROBE_SECONDS)
+        except (InvalidRequest, RecursionError):
+            return ""
+
+    def _run(self, values: dict[str, Any], seconds: float | None = None) -> str:
         assert self._template is not None
         try:
-            return self._template.render({**values, _BUDGET: _Budget()})
-        except _RefusedError as error:
+            return _written(self._template, {**values, BUDGET: Budget(seconds)})
+        except RefusedError as error:
             raise InvalidRequest(str(error), "messages") from None
         except RecursionError:
             raise
@@ -202,6 +228,17 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The chat template of this model cannot take these messages: {reason}.", "messages"
             ) from None
+
+
+def _written(template: jinja2.Template, values: dict[str, Any]) -> str:
+    """All that a template writes, as long as it is not too much."""
+    parts, size = [], 0
+    for part in template.generate(values):
+        size += len(part)
+        if size > MAX_TEXTS:
+            raise RefusedError(f"The chat template wrote more than {MAX_TEXTS} characters.")
+        parts.append(part)
+    return "".join(parts)
 
 
 class _Guard:
@@ -234,125 +271,3 @@ class _Guard:
         if not self._hidden:
             return prompt
         return RenderedPrompt(prompt.restore(text), text, prompt.hidden, placeholder)
-
-
-class _RefusedError(Exception):
-    """A template called `raise_exception`."""
-
-
-class _Budget:
-    """Counts the loop steps of one rendering and watches the clock."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._deadline = time.thread_time() + MAX_SECONDS
-
-    def spend(self) -> None:
-        self._steps += 1
-        if self._steps > MAX_LOOP_STEPS:
-            raise _RefusedError(f"The chat template took more than {MAX_LOOP_STEPS} steps.")
-        if self._steps % 256 == 0 and time.thread_time() > self._deadline:
-            raise _RefusedError(f"The chat template took more than {MAX_SECONDS:g} seconds.")
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with limits on products and powers too."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        if operator == "**" and isinstance(right, int) and abs(right) > 64:
-            raise jinja2.exceptions.SecurityError("a power is too large")
-        sized, times = (right, left) if isinstance(left, int) else (left, right)
-        repeated = isinstance(sized, (str, list, tuple)) and isinstance(times, int)
-        if repeated and len(sized) * times > MAX_PRODUCT:
-            raise jinja2.exceptions.SecurityError("a product is too long")
-        return super().call_binop(context, operator, left, right)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the model's own words for training; here its body alone."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> _Sandbox:
-    """With what model makers' templates expect: trimmed blocks, loop controls, these helpers."""
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.filters[_BUDGET] = _limited
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _faults(environment: _Sandbox, source: str, error: jinja2.TemplateSyntaxError) -> Iterator[str]:
-    """The fault, and those that come to light without it, so that all can be mended at once.
-
-    A line is left out for that only if it is an expression: without a block's beginning or end,
-    others would look wrong that are not.
-    """
-    lines = re.split("\r\n|\r|\n", source)  # as Jinja counts them
-    for _ in range(MAX_FAULTS):
-        at = error.lineno
-        yield f"line {at}: {(error.message or 'it cannot be read').rstrip('.')}"
-        if at > len(lines) or "{{" not in lines[at - 1] or "{%" in lines[at - 1]:
-            return
-        lines[at - 1] = ""
-        try:
-            environment.parse("\n".join(lines))
-        except jinja2.TemplateSyntaxError as further:
-            error = further
-        else:
-            return
-
-
-def _limit_loops(tree: jinja2.nodes.Template) -> None:
-    """Let every loop take its items through the filter that counts them."""
-    for loop in tree.find_all(jinja2.nodes.For):
-        loop.iter = jinja2.nodes.Filter(
-            loop.iter, _BUDGET, [], [], None, None, lineno=loop.lineno, environment=tree.environment
-        )
-
-
-@jinja2.pass_context
-def _limited(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
-    spend: Callable[[], None] = context.resolve(_BUDGET).spend
-    for item in items:
-        spend()
-        yield item
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: Jinja's own filter escapes for HTML, which models have not seen."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedError(str(message))
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)

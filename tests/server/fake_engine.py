@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from octavo.errors import EngineDead, OctavoError, Overloaded
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.vocabulary import vocabulary_of
@@ -201,10 +203,13 @@ class _Choice:
         self._prompt_ids = prompt_ids
         self._params = params
         eos = engine.tokenizer.eos_ids
-        self._token_params = params.to_token_params(
+        # The script is what the answer looks like, whatever form it should have.
+        self._token_params = msgspec.structs.replace(
+            params, structured_outputs=None
+        ).to_token_params(
             engine.tokenizer,
             eos_ids=eos,
-            max_tokens=params.max_tokens or MAX_MODEL_LEN - len(prompt_ids),
+            max_tokens=params.max_tokens or engine.limits.max_model_len - len(prompt_ids),
             index=index,
         )
         self._assembler = Assembler(engine.tokenizer, params, index=index, eos_ids=eos)

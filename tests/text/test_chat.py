@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError, InvalidRequest
-from octavo.text import chat
 from octavo.text import messages as rules
+from octavo.text import sandbox
 from octavo.text.chat import ChatTemplate, validate_messages
 from octavo.text.tokenizer import THREAD_FROM, Tokenizer
 from tests.text.samples import CHATML, SPECIAL, chat_tokenizer, sentencepiece
@@ -337,10 +337,10 @@ def test_templates_that_misbehave_are_refused(source):
 def test_a_slow_template_is_stopped(monkeypatch):
     loop = ChatTemplate("{% for i in range(999) %}{% endfor %}", CHAT)
     assert prompt(USER, template=loop) == ""
-    monkeypatch.setattr(chat, "MAX_LOOP_STEPS", 998)
+    monkeypatch.setattr(sandbox, "MAX_LOOP_STEPS", 998)
     with pytest.raises(InvalidRequest, match="998 steps"):
         prompt(USER, template=loop)
-    monkeypatch.setattr(chat, "MAX_SECONDS", -1.0)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", -1.0)
     with pytest.raises(InvalidRequest, match="seconds"):
         prompt(USER, template=loop)
 

@@ -22,6 +22,7 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings, CoreDied, CoreStarted, Drain, Drained, Hello, Link, Listening
 from octavo.launch import Launch, keys_in, listen, metrics_of, settings_of, text_engine_of
 from octavo.options import EngineArgs, ServerArgs
+from octavo.server import timeline
 from octavo.server.app import create_app
 from octavo.server.context import Serving
 from octavo.text.pool import long_texts
@@ -145,7 +146,11 @@ class ApiProcess:
     async def _answer(self, op: str) -> list[bytes]:
         if op == "metrics":
             return [msgspec.msgpack.encode(self._metrics.snapshot())]
-        return [b"%d" % (0 if self._serving is None else self._serving.in_flight)]
+        if self._serving is None:
+            return [b""]
+        if op == "load":
+            return [b"%d" % self._serving.in_flight]
+        return [timeline.answer(self._serving, op)]
 
 
 def main() -> int:

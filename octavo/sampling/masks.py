@@ -22,7 +22,11 @@ def apply_masks(logits: Tensor, rows: Sequence[int], words: Tensor) -> None:
     """
     if logits.device.type == "cpu":
         _on_host(logits, rows, words)
-        return
+    else:
+        _on_device(logits, rows, words)
+
+
+def _on_device(logits: Tensor, rows: Sequence[int], words: Tensor) -> None:
     vocab = logits.shape[1]
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     at = torch.tensor(rows, device=logits.device)

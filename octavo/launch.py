@@ -35,7 +35,7 @@ from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
 from octavo.supervisor import CORE_PROGRAM, Supervisor
 from octavo.text.pool import long_texts
-from octavo.text_engine import Admission, CoreSource, TextEngine
+from octavo.text_engine import Admission, CoreSource, TextEngine, stalled_for
 from octavo.types import WorkerInfo
 
 QUEUED_PER_RUNNING = 8  # default bound of the queue, as a multiple of what can run
@@ -97,7 +97,7 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         closing = asyncio.Event()
         http = asyncio.create_task(listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        watch = asyncio.create_task(watch_stalls(engine, supervisor, launch.server.stall_limit))
+        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
         try:
             async with long_texts(frontend.tokenizer):
                 return await _until_end(launch, engine, supervisor, http, stop=stop, hurry=hurry)
@@ -128,12 +128,14 @@ async def _serve_several(launch: Launch, frontend: Frontend) -> int:
         fleet.supervisor = supervisor
         await supervisor.start()
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
+        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
         port = held.getsockname()[1]
         try:
             await fleet.start(_process_settings(launch, fleet, port))
             return await _until_fleet_ends(launch, fleet, supervisor, stop=stop, hurry=hurry)
         finally:
             ready.cancel()
+            watch.cancel()
             await fleet.stop()
             await supervisor.stop()
 
@@ -191,19 +193,20 @@ async def _until_end(
     return 0
 
 
-async def watch_stalls(engine: TextEngine, supervisor: Supervisor, limit: float) -> None:
+async def watch_stalls(supervisor: Supervisor, limit: float) -> None:
     """Logs the stacks of a core that has not moved for `limit` seconds, once for each stall."""
     told = False
     while True:
         await asyncio.sleep(min(1.0, limit / 4))
-        health = engine.health
-        stalled = health.stalled_for > limit and health.phase != "loading"
+        pulse = supervisor.client.pulse
+        seconds = stalled_for(pulse, time.monotonic())
+        stalled = seconds > limit and pulse.phase in ("idle", "running")
         if stalled and not told:
             logger.error(
-                "event=stalled seconds=%.1f phase=%s open=%d; the stacks of the core follow",
-                health.stalled_for,
-                health.phase,
-                engine.num_open,
+                "event=stalled seconds=%.1f phase=%s pending=%d; the stacks of the core follow",
+                seconds,
+                pulse.phase,
+                pulse.pending,
             )
             supervisor.dump_stacks()
         elif told and not stalled:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from octavo.engine.client import EngineClient
+from octavo.engine.client import EngineClient, Pulse
 from octavo.errors import Draining, EngineDead, Overloaded
 from octavo.expand import Scheduling, expand, request_seeds
 from octavo.grammar.compiler import GrammarCompiler
@@ -127,6 +127,15 @@ class _Choice:
     assembler: Assembler
     life: Life
     queued_tokens: int  # of its prompt, until it leaves the queue
+
+
+def stalled_for(pulse: Pulse, now: float) -> float:
+    """Seconds without a step while work waits, or without a heartbeat."""
+    silent = now - pulse.heard_at
+    stalled = silent if silent > HEARTBEAT_GRACE else 0.0
+    if pulse.phase == "running" and pulse.pending:
+        stalled = max(stalled, now - pulse.last_step)
+    return stalled
 
 
 class DeltaListener(Protocol):
@@ -317,12 +326,8 @@ class TextEngine:
         pulse, now = client.pulse, self._clock()
         alive = client.dead is None and not self._source.restarting
         phase = "draining" if self._draining and alive else pulse.phase
-        silent = now - pulse.heard_at
-        stalled = silent if silent > HEARTBEAT_GRACE else 0.0
-        if pulse.phase == "running" and pulse.pending:
-            stalled = max(stalled, now - pulse.last_step)
         ready = alive and client.ready.is_set() and not self._draining
-        return Health(phase, pulse.detail, alive, ready, stalled)
+        return Health(phase, pulse.detail, alive, ready, stalled_for(pulse, now))
 
     @property
     def num_open(self) -> int:

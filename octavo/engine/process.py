@@ -237,7 +237,7 @@ def _serve(core: EngineCore, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat)
         heartbeat.pending = len(pending)
         if (outputs := core.step()) is not None:
             pending.send(outputs)
-        heartbeat.last_step = time.monotonic()
+            heartbeat.last_step = time.monotonic()
         heartbeat.pending = len(pending)
 
 

@@ -83,8 +83,8 @@ class TritonAttention:
             return f"a cache of {need.cache_dtype} under activations of {need.dtype}"
         if need.cache_dtype in FP8 and need.dtype == torch.float32:
             return "an FP8 cache under activations of float32, only under bfloat16 and float16"
-        if need.sinks or (need.key_scale, need.value_scale) != (1.0, 1.0):
-            return "no sinks or scales yet"
+        if need.cache_dtype not in FP8 and (need.key_scale, need.value_scale) != (1.0, 1.0):
+            return f"scales of keys and values over a cache of {need.cache_dtype}, only over FP8"
         if need.head_dim % 16 or not 16 <= need.head_dim <= MAX_HEAD:
             return f"heads of {need.head_dim}: only multiples of 16 up to {MAX_HEAD}"
         if need.block_size not in (16, 32, 64, 128):
@@ -168,8 +168,16 @@ class TritonAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, Q, D], k and v [T, K, D] already rotated -> [T, Q * D]. Causal."""
-        store(k, v, batch.slot_map, batch.kv.keys[layer], batch.kv.values[layer])
-        return self._attend(q.contiguous(), layer, need, batch)
+        store(
+            k,
+            v,
+            batch.slot_map,
+            batch.kv.keys[layer],
+            batch.kv.values[layer],
+            key_scale=need.key_scale,
+            value_scale=need.value_scale,
+        )
+        return self._attend(q.contiguous(), layer, need, batch, sinks)
 
     def forward_fused(
         self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
@@ -186,14 +194,31 @@ class TritonAttention:
             query_norm=rules.query_norm,
             key_norm=rules.key_norm,
             eps=rules.eps,
+            key_scale=need.key_scale,
+            value_scale=need.value_scale,
         )
-        return self._attend(q, layer, need, batch)
+        return self._attend(q, layer, need, batch, rules.sinks)
 
-    def _attend(self, q: Tensor, layer: int, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         plan = batch.attn
         assert isinstance(plan, TritonPlan), "the batch was planned by another backend"
         keys, values = batch.kv.keys[layer], batch.kv.values[layer]
-        heads = Heads(need.num_heads, need.scale, need.window, need.soft_cap)
+        assert (sinks is not None) == need.sinks, "sinks come where the need has them"
+        heads = Heads(
+            need.num_heads,
+            need.scale * need.key_scale,
+            need.window,
+            need.soft_cap,
+            sinks,
+            need.value_scale,
+        )
         out = torch.empty_like(q)
         rows = plan.decodes
         pieces = plan.even if need.window else plan.pieces

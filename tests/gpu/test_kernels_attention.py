@@ -87,7 +87,9 @@ def make_batch(
     )
 
 
-def dense(q: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
+def dense(
+    q: Tensor, need: AttentionNeed, batch: ForwardBatch, sinks: Tensor | None = None
+) -> Tensor:
     """The same attention in f32 over the pages as they are, row by row."""
     out = torch.empty(q.shape, dtype=F32)
     q = q.float().cpu()
@@ -97,8 +99,8 @@ def dense(q: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
     for row, length in enumerate(batch.kv_lens.tolist()):
         at = torch.arange(length)
         where = batch.block_table[row].cpu().long()[at // page]
-        k = keys[where, :, at % page].repeat_interleave(group, dim=1)
-        v = values[where, :, at % page].repeat_interleave(group, dim=1)
+        k = keys[where, :, at % page].repeat_interleave(group, dim=1) * need.key_scale
+        v = values[where, :, at % page].repeat_interleave(group, dim=1) * need.value_scale
         start, stop = ends[row], ends[row + 1]
         position = length - (stop - start) + torch.arange(stop - start)
         score = torch.einsum("qhd,khd->hqk", q[start:stop], k) * need.scale
@@ -107,7 +109,11 @@ def dense(q: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
         hidden = at[None, :] > position[:, None]
         if need.window:
             hidden |= at[None, :] <= position[:, None] - need.window
-        weight = score.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        score = score.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            extra = sinks.cpu()[:, None, None].expand(-1, stop - start, 1)
+            score = torch.cat((score, extra), dim=-1)
+        weight = score.softmax(dim=-1)[..., :length]
         out[start:stop] = torch.einsum("hqk,khd->qhd", weight, v)
     return out.flatten(1)
 
@@ -120,10 +126,11 @@ def check(need: AttentionNeed, q_lens: list[int], kv_lens: list[int], form: str 
     tokens = batch.num_tokens
     q = torch.randn(tokens, need.num_heads, need.head_dim, device=device).to(need.dtype)
     k, v = torch.randn(2, tokens, need.num_kv_heads, need.head_dim, device=device).to(need.dtype)
+    sinks = torch.randn(need.num_heads, device=device) * 2 if need.sinks else None
     poison_allocator(device)
     batch = replace(batch, attn=backend.plan(batch, form))
-    found = backend.forward(q, k, v, 0, need, batch)
-    error = distance(found, dense(q, need, batch))
+    found = backend.forward(q, k, v, 0, need, batch, sinks=sinks)
+    error = distance(found, dense(q, need, batch, sinks))
     assert found.dtype == need.dtype
     assert error < bound(device, need.dtype)
 
@@ -141,6 +148,9 @@ CASES = [
     {"soft_cap": 2.0},
     {"window": 20},
     {"window": 1, "block_size": 64},
+    {"sinks": True},
+    {"sinks": True, "window": 20, "cache_dtype": E4M3, "key_scale": 0.02, "value_scale": 0.5},
+    {"cache_dtype": E5M2, "key_scale": 4.0, "value_scale": 0.01, "block_size": 32},
 ]
 
 
@@ -241,6 +251,35 @@ def test_fused_equals_apart(device: torch.device, norms: bool) -> None:
     assert distance(found, backend.forward(q, k, v, 0, need, batch)) < 1e-5
 
 
+@pytest.mark.parametrize("cache", [E4M3, E5M2])
+def test_keys_and_values_are_stored_by_scale(device: torch.device, cache: torch.dtype) -> None:
+    """As projected and as heads alike: divided, rounded, and cut at the largest number."""
+    need = make_need(device, cache_dtype=cache, key_scale=0.25, value_scale=0.5**14, block_size=32)
+    backend = TritonAttention()
+    largest = torch.finfo(cache).max
+    for fused in (False, True):
+        batch = make_batch(need, backend, [40], [40])
+        heads = (need.num_heads, need.num_kv_heads, need.num_kv_heads)
+        qkv = torch.randn(40, sum(heads) * need.head_dim, device=device).to(need.dtype)
+        q, k, v = qkv.view(40, -1, need.head_dim).split(list(heads), dim=1)
+        batch = replace(batch, attn=backend.plan(batch))
+        if fused:
+            still = torch.zeros(40, need.head_dim, device=device)
+            still[:, : need.head_dim // 2] = 1.0  # cosines: no rotation
+            backend.forward_fused(qkv, HeadRules(still), 0, need, batch)
+        else:
+            backend.forward(q, k, v, 0, need, batch)
+        where = batch.slot_map.long()
+        for cells, new, scale in (
+            (batch.kv.keys[0], k, need.key_scale),
+            (batch.kv.values[0], v, need.value_scale),
+        ):
+            found = cells.float().transpose(1, 2).flatten(0, 1)[where]
+            wanted = (new.float() / scale).clamp(-largest, largest)
+            assert distance(found, wanted) < (0.04 if cache == E4M3 else 0.08)
+            assert float(found.abs().max()) <= largest
+
+
 def test_refusals(device: torch.device) -> None:
     backend = TritonAttention()
     for changes, word in [
@@ -249,6 +288,7 @@ def test_refusals(device: torch.device) -> None:
         ({"num_heads": 7}, "do not divide"),
         ({"cache_dtype": F32}, "a cache of"),
         ({"dtype": F32, "cache_dtype": E4M3}, "FP8"),
+        ({"key_scale": 2.0}, "only over FP8"),
         ({"dtype": torch.float64}, "float64"),
     ]:
         reason = backend.supports(make_need(device, **changes))

@@ -17,7 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.triton.attention_decode import FP8, Heads, Tile
-from octavo.kernels.triton.attention_math import LOWEST, attend_block, load_block, page_offsets
+from octavo.kernels.triton.attention_math import (
+    LOG2_E,
+    LOWEST,
+    attend_block,
+    load_block,
+    page_offsets,
+)
 from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
 
 TMA_TOKENS = 256  # from here on the copy engine's gain outweighs its longer launch
@@ -81,7 +87,9 @@ def varlen_kernel(
     lens_ptr,  # i32[R]
     tiles_ptr,  # i32[tiles]
     out_ptr,  # [T, Q, D]
+    sinks_ptr,  # f32[Q], read if SINKS
     scale,
+    value_scale,
     page_stride,
     head_stride,
     table_stride,
@@ -94,6 +102,7 @@ def varlen_kernel(
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     K: tl.constexpr,
     TMA: tl.constexpr,  # keys_ptr and values_ptr are descriptors of [N * K * P, D], blocks [BN, D]
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
@@ -130,8 +139,12 @@ def varlen_kernel(
     else:
         start = 0
         masked_from = (first_position + 1) // BN * BN
-    best = tl.full([BM], LOWEST, tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    if SINKS:
+        best = tl.load(sinks_ptr + head * G + m % G) * LOG2_E
+        total = tl.full([BM], 1.0, tl.float32)
+    else:
+        best = tl.full([BM], LOWEST, tl.float32)
+        total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     row_table = table_ptr + row.to(tl.int64) * table_stride
     for block in range(start, masked_from, BN):
@@ -150,7 +163,7 @@ def varlen_kernel(
         if WINDOW > 0:
             visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
         acc, total, best = attend_block(acc, total, best, q, k, v, visible, scale, CAP, True)
-    out = acc / tl.maximum(total, 1e-30)[:, None]
+    out = acc * (value_scale / tl.maximum(total, 1e-30))[:, None]
     tl.store(out_ptr + at, out, mask=inside)
 
 
@@ -214,7 +227,9 @@ def varlen(
         queries.lens,
         queries.tiles,
         out,
+        queries.lens if heads.sinks is None else heads.sinks,
         heads.scale,
+        heads.value_scale,
         keys.stride(0),
         keys.stride(1),
         queries.table.stride(0),
@@ -227,6 +242,7 @@ def varlen(
         BN=tile.keys,
         WINDOW=heads.window,
         CAP=heads.soft_cap,
+        SINKS=heads.sinks is not None,
         K=kv_heads,
         TMA=tma,
         WIDE=keys.dtype in FP8,

@@ -82,6 +82,14 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tens
 
 
 @triton.jit
+def _scaled(x, factor, SCALED: tl.constexpr):
+    if SCALED:
+        return x.to(tl.float32) * factor
+    else:
+        return x
+
+
+@triton.jit
 def _clear_after(
     values_ptr,
     slots_ptr,
@@ -125,6 +133,8 @@ def rope_store_kernel(
     values_ptr,
     tokens,
     eps,
+    key_factor,  # 1 / scale of an FP8 cache, read if SCALED
+    value_factor,
     qkv_stride,
     page_stride,
     head_stride,
@@ -136,6 +146,7 @@ def rope_store_kernel(
     HEADS: tl.constexpr,  # of a program
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a token and HEADS heads of one kind: queries, then keys, then values."""
@@ -200,8 +211,9 @@ def rope_store_kernel(
             target = values_ptr if of_value else keys_ptr
             target += cell + (first_head + h[:, None]) * head_stride + pair[None, :]
             element = keys_ptr.dtype.element_ty
-            tl.store(target, first.to(element), mask=inside)
-            tl.store(target + D // 2, second.to(element), mask=inside)
+            factor = value_factor if of_value else key_factor
+            tl.store(target, _scaled(first, factor, SCALED).to(element), mask=inside)
+            tl.store(target + D // 2, _scaled(second, factor, SCALED).to(element), mask=inside)
             if of_value:
                 for head in range(first_head, tl.minimum(first_head + HEADS, K)):
                     cell_of_head = cell + head * head_stride
@@ -222,11 +234,13 @@ def rope_store(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """QKV [T, (Q + 2K) * D], pages [N, K, P, D] -> queries [T, Q, D]; fills the pages.
 
     Head norms are used if given, rotation if `cos_sin` f32[max_len, D] is. A slot below 0 is
-    padding: nothing is stored for it.
+    padding: nothing is stored for it. Keys and values are stored divided by their scales.
     """
     _, kv_heads, page, size = keys.shape
     tokens = qkv.shape[0]
@@ -247,6 +261,8 @@ def rope_store(
         values,
         tokens,
         eps,
+        1.0 / key_scale,
+        1.0 / value_scale,
         qkv.stride(0),
         keys.stride(0),
         keys.stride(1),
@@ -258,6 +274,7 @@ def rope_store(
         HEADS=heads,
         NORM=query_norm is not None,
         ROPE=cos_sin is not None,
+        SCALED=(key_scale, value_scale) != (1.0, 1.0),
         num_warps=2 if heads > 4 else 1,
         **pdl(qkv.device),
     )
@@ -272,11 +289,14 @@ def store_kernel(
     keys_ptr,  # [N, K, P, D]
     values_ptr,
     tokens,
+    key_factor,  # 1 / scale of an FP8 cache, read if SCALED
+    value_factor,
     page_stride,
     head_stride,
     K: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -293,15 +313,27 @@ def store_kernel(
         source = (token * K + head) * D + column
         at = (slot // P).to(tl.int64) * page_stride + head * head_stride + (slot % P) * D
         element = keys_ptr.dtype.element_ty
-        k = tl.load(k_ptr + source, mask=inside).to(element)
-        v = tl.load(v_ptr + source, mask=inside).to(element)
-        tl.store(keys_ptr + at + column, k, mask=inside)
-        tl.store(values_ptr + at + column, v, mask=inside)
+        k = _scaled(tl.load(k_ptr + source, mask=inside), key_factor, SCALED)
+        v = _scaled(tl.load(v_ptr + source, mask=inside), value_factor, SCALED)
+        tl.store(keys_ptr + at + column, k.to(element), mask=inside)
+        tl.store(values_ptr + at + column, v.to(element), mask=inside)
         _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, BLOCK)
 
 
-def store(k: Tensor, v: Tensor, slot_map: Tensor, keys: Tensor, values: Tensor) -> None:
-    """k and v [T, K, D] into pages [N, K, P, D] at slots i32[T]; slots below 0 are skipped."""
+def store(
+    k: Tensor,
+    v: Tensor,
+    slot_map: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """k and v [T, K, D] into pages [N, K, P, D] at slots i32[T]; slots below 0 are skipped.
+
+    Stored divided by the scales.
+    """
     k, v = k.contiguous(), v.contiguous()
     tokens, heads, size = k.shape
     if tokens == 0:
@@ -313,11 +345,14 @@ def store(k: Tensor, v: Tensor, slot_map: Tensor, keys: Tensor, values: Tensor) 
         keys,
         values,
         tokens,
+        1.0 / key_scale,
+        1.0 / value_scale,
         keys.stride(0),
         keys.stride(1),
         K=heads,
         D=size,
         P=keys.shape[2],
+        SCALED=(key_scale, value_scale) != (1.0, 1.0),
         BLOCK=power_of_2(size),
         num_warps=1,
         **pdl(k.device),

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from octavo.errors import InvalidRequest
-from octavo.server.decode import parse_object, shorten, to_record
+from octavo.server.decode import RAW_TEXTS, parse_object, shorten, to_record
 
 HEAD_LENGTH = "Inference-Header-Content-Length"
 MAX_ELEMENTS = 65536  # of one tensor
@@ -230,7 +230,7 @@ def _texts(item: InputTensor, data: bytes) -> list[Any]:
             text = data[at + 4 : end].decode()
         except UnicodeDecodeError:
             raise InvalidRequest(f"inputs: {name} holds a text that is not UTF-8.", name) from None
-        if "\0" in text:
+        if "\0" in text and item.name not in RAW_TEXTS:
             raise InvalidRequest(f"{name} holds a NUL character; leave it out.", name)
         found.append(text)
         at = end

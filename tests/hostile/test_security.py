@@ -563,3 +563,24 @@ def render_hostile(source: str) -> tuple[str, float, str]:
         kind, text = "refused", error.message
     assert messages == [{"role": "user", "content": "secret"}]
     return kind, time.process_time() - before, text[:2000]
+
+
+# -- what there is not --
+
+
+def test_no_route_takes_files_or_changes_the_server() -> None:
+    """Nothing can be uploaded, loaded, configured, started or stopped over HTTP."""
+    words = ("weight", "upload", "config", "exec", "rpc", "lora", "profile", "sleep", "stop")
+    for path, methods, _ in ROUTES:
+        assert set(methods) <= {"GET", "POST"}, path
+        if "POST" in methods:
+            assert not any(word in path.lower() for word in (*words, "update", "file")), path
+
+
+def test_no_gateway_database_or_cluster_is_in_the_engine() -> None:
+    for name, tree in trees():
+        for node in ast.walk(tree):
+            for module in imported(node):
+                root = module.partition(".")[0]
+                assert root not in ("litellm", "sqlite3", "sqlalchemy", "prisma", "tarfile"), name
+                assert root != "ray" or name.startswith("executor/"), name

@@ -51,8 +51,8 @@ PAIRWISE = [
 ]
 
 
-def prompts(tokenizer, seed: int) -> list[list[int]]:
-    """Around block borders, shared and not, long, and of three scripts."""
+def prompts(tokenizer, seed: int, *, all_of_them: bool = False) -> list[list[int]]:
+    """Around block borders, shared and not, long, and of three scripts: 12, or twice as many."""
     rnd = random.Random(seed)
     shared = [rnd.randrange(1000, 40_000) for _ in range(33)]
     found = [shared[:length] for length in (1, 15, 16, 17, 32, 33)]
@@ -60,10 +60,19 @@ def prompts(tokenizer, seed: int) -> list[list[int]]:
     found += [[rnd.randrange(1000, 40_000) for _ in range(300)]]
     story = " ".join(rnd.choice(WORDS) for _ in range(60))
     texts = (f"The {story}", "日本語" * 6, "🦉" * 10, "crème brûlée " * 3)
-    return found + [tokenizer.encode(text) for text in texts]
+    found += [tokenizer.encode(text) for text in texts]
+    if all_of_them:
+        own = [rnd.randrange(1000, 40_000) for _ in range(480)]
+        found += [own[:length] for length in (480, 100, 31, 47, 48, 49)]
+        found += [[*shared, *own[:length]] for length in (1, 15, 100)]
+        more = ("e\u0301 👩‍🚀🇫🇷 " * 4, "def f(x):\n\treturn x\n" * 3, "1, 2, 3, 4, 5,")
+        found += [tokenizer.encode(text) for text in more]
+    return found
 
 
-def answers(model: Path, setting: Setting, seed: int) -> list[tuple[list[int], list[float]]]:
+def answers(
+    model: Path, setting: Setting, seed: int, *, all_of_them: bool = False
+) -> list[tuple[list[int], list[float]]]:
     llm = LLM(
         str(model),
         dtype="float32",
@@ -80,7 +89,7 @@ def answers(model: Path, setting: Setting, seed: int) -> list[tuple[list[int], l
         ignore_eos=True,
         logprobs=0,
     )
-    every = prompts(llm.get_tokenizer(), seed)
+    every = prompts(llm.get_tokenizer(), seed, all_of_them=all_of_them)
     outputs = []
     for start in range(0, len(every), setting.together):
         outputs += llm.generate(every[start : start + setting.together], params, use_tqdm=False)
@@ -94,14 +103,14 @@ def answers(model: Path, setting: Setting, seed: int) -> list[tuple[list[int], l
     ]
 
 
-def compare(model: Path, settings: list[Setting]) -> None:
+def compare(model: Path, settings: list[Setting], *, all_of_them: bool = False) -> None:
     seed = random.randrange(2**31)
     for seeded in (False, True):
         chosen = [setting for setting in settings if setting.seeded == seeded]
-        base = answers(model, chosen[0], seed)
+        base = answers(model, chosen[0], seed, all_of_them=all_of_them)
         for setting in chosen[1:]:
             for index, (mine, expected) in enumerate(
-                zip(answers(model, setting, seed), base, strict=True)
+                zip(answers(model, setting, seed, all_of_them=all_of_them), base, strict=True)
             ):
                 where = f"prompt {index}, {setting} against {chosen[0]}, seed {seed}"
                 assert mine[0] == expected[0], where
@@ -115,7 +124,7 @@ def test_eight_settings_that_meet_pairwise(smollm2_folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_every_setting(smollm2_folder: Path) -> None:
-    compare(smollm2_folder, EVERY)
+    compare(smollm2_folder, EVERY, all_of_them=True)
 
 
 def test_the_first_setting_equals_transformers(smollm2_folder: Path) -> None:

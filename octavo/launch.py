@@ -233,6 +233,13 @@ async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) ->
     except OctavoError:
         return  # the failure is dealt with where it is awaited
     metrics.set_cache_config(_cache_config(info, launch.engine))
+    if len(launch.keys) > 1 and launch.engine.scheduling_policy != "fair":
+        logger.info(
+            "event=choice requests of %d keys are served by %s; --scheduling-policy fair shares "
+            "the engine between them",
+            len(launch.keys),
+            launch.engine.scheduling_policy,
+        )
     for note in notes(launch.engine, info):
         logger.info("event=choice %s", note)
     for phase, seconds in info.timings:

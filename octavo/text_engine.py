@@ -463,7 +463,12 @@ class TextEngine:
             for wait in waits:
                 wait.cancel()
         if cut := self._open:
-            self._source.client.cut(Draining("the server is shutting down"))
+            self._source.client.cut(
+                Draining(
+                    "The answer was cut off and is not complete: the server is shutting down, and "
+                    f"what runs gets no more than {timeout:g} s. Ask again."
+                )
+            )
             return cut
         return 0
 
@@ -509,7 +514,7 @@ class TextEngine:
 
     def _require_open(self) -> None:
         if self._draining:
-            raise Draining("the server is shutting down and takes no new requests")
+            raise Draining("The server is shutting down and takes no new requests.")
         if (dead := self._source.client.dead) is not None:
             raise dead
 

@@ -1,4 +1,4 @@
-"""RF, TC and CC-1: features that are not there yet are refused by name, and harm nobody.
+"""TC: features that are not there yet are refused by name, and harm nobody.
 
 When one is built, its test here is to be replaced by the case itself.
 """
@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.cases.client import CHAT, COMPLETIONS, Box, fresh, together
+from tests.cases.client import CHAT, Box
 
 pytestmark = pytest.mark.unbuilt
 MESSAGES = [{"role": "user", "content": "Name five fruits."}]
 TOOL = {"type": "function", "function": {"name": "note", "parameters": {"type": "object"}}}
-
-
-def schema(content: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": content}}
 
 
 def refused(box: Box, field: str, **fields: Any) -> None:
@@ -26,65 +22,6 @@ def refused(box: Box, field: str, **fields: Any) -> None:
         error = box.refused(CHAT, {"messages": MESSAGES, "stream": stream, **fields}, field)
         assert (error["code"], error["param"]) == (400, field)
         assert "not built" in error["message"]
-
-
-def test_rf_1_schemas(box: Box) -> None:
-    names = {"type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 2}
-    whole = {"type": "object", "properties": {"names": names}, "required": ["names"]}
-    refused(box, "response_format", response_format=schema(whole))
-    box.refused(COMPLETIONS, {"prompt": "x", "response_format": schema(whole)}, "response_format")
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        schema({"type": "strin"}),
-        schema({"$ref": "#/nowhere"}),
-        schema([]),
-        schema({"type": "string", "pattern": "("}),
-        schema({"type": "string", "pattern": ""}),
-        schema({"type": "object", "properties": []}),
-        {"type": "jsn"},
-        {"type": "json_schema"},
-    ],
-    ids=str,
-)
-def test_rf_2_broken_schemas(box: Box, broken: dict[str, Any]) -> None:
-    body = {"prompt": "Far away", "max_tokens": 12, "ignore_eos": True}
-    alone = box.stream_completion(**body).text()
-    stream = box.background(**body)
-    refused(box, "response_format", response_format=broken)
-    assert stream.events.text() == alone
-
-
-def test_rf_3_json_objects(box: Box) -> None:
-    refused(box, "response_format", response_format={"type": "json_object"})
-    refused(box, "response_format", response_format=schema({}))
-    assert box.ask(
-        CHAT, {"messages": MESSAGES, "response_format": {"type": "text"}, "max_tokens": 1}
-    )
-
-
-def test_rf_4_regular_expressions_and_grammars(box: Box) -> None:
-    endless: dict[str, Any] = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    deep: dict[str, Any] = {"type": "string"}
-    for _ in range(150):
-        deep = {"type": "array", "items": deep}
-    refused(box, "response_format", response_format=schema(endless))
-    refused(box, "response_format", response_format=schema(deep))
-    refused(box, "structured_outputs", structured_outputs={"regex": "(a|a)*b{1,5000}"})
-    for name in ("guided_regex", "guided_json", "guided_choice", "guided_grammar", "ebnf"):
-        box.refused(CHAT, {"messages": MESSAGES, name: "a"}, name)
-
-
-def test_cc_1_a_schema_for_each_of_many(box: Box) -> None:
-    _, seed = fresh()
-
-    def one(number: int) -> None:
-        mark = schema({"type": "string", "enum": [f"marker-{seed}-{number}"]})
-        refused(box, "response_format", response_format=mark)
-
-    together([lambda number=number: one(number) for number in range(16)])  # type: ignore[misc]
 
 
 def test_tc_1_tool_choice(box: Box) -> None:

@@ -48,7 +48,7 @@ class BlockPool:
         # Next to be taken first. An OrderedDict takes out of its middle in constant time.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_cached = 0  # free blocks with a hash
-        self.watch: Callable[[bytes], None] | None = None  # told of each hash that is evicted
+        self.watch: Callable[[list[bytes]], None] | None = None  # told of hashes that are evicted
         self._keep = keep
 
     @property
@@ -89,17 +89,19 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Hands out free blocks; their old contents are forgotten. There must be enough."""
-        blocks = []
+        blocks: list[int] = []
+        evicted: list[bytes] = []
         for _ in range(count):
             block, _none = self.free.popitem(last=False)
             digest = self.digest_of.pop(block, None)
             if digest is not None:
                 del self.block_of[digest]
                 self.num_cached -= 1
-                if self.watch is not None:
-                    self.watch(digest)
+                evicted.append(digest)
             self.refs[block] = 1
             blocks.append(block)
+        if evicted and self.watch is not None:
+            self.watch(evicted)
         return blocks
 
     def give(self, blocks: list[int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from octavo.engine.block_pool import BlockPool, chain_digest
 from octavo.engine.sequence import Chunk, Sequence
@@ -23,6 +23,7 @@ LACKS: Final = ("sequences", "pages", "budget")
 MAX_EVENTS = 256  # of one sequence between two reports
 MAX_FIRST_BLOCKS = 4096
 MAX_ROOTS = 4  # of one first block
+Cause: TypeAlias = tuple[float, str, str]  # when, which sequence or what, and whose
 MAX_COMPARED = 64  # blocks that are hashed again to see what another salt would have found
 
 
@@ -46,14 +47,16 @@ class Tracer:
         self._lack = -1
         self._new: list[Sequence] = []
         self._taker: Sequence | None = None
-        self._evicted: OrderedDict[bytes, tuple[float, str, str]] = OrderedDict()
-        self._max_evicted = 0
+        # What was evicted, and by whom: two generations, so that the oldest go all at once.
+        self._evicted: dict[bytes, Cause] = {}
+        self._evicted_before: dict[bytes, Cause] = {}
+        self._max_evicted = 0  # of one generation
         self._roots: OrderedDict[bytes, list[tuple[bytes, str, str, str]]] = OrderedDict()
 
     def attach(self, pool: BlockPool) -> None:
         """The pool whose blocks the sequences share."""
         self._pool = pool
-        self._max_evicted = max(1024, 2 * pool.num_blocks)
+        self._max_evicted = max(1024, pool.num_blocks)
         pool.watch = self._evict
 
     # -- the queue --
@@ -127,19 +130,19 @@ class Tracer:
 
     def reset(self, cause: str) -> None:
         """All cached prefixes are about to be forgotten."""
-        for digest in islice(self._pool.block_of, self._max_evicted):
-            self._remember(digest, cause, "")
+        self._remember(list(islice(self._pool.block_of, self._max_evicted)), cause, "")
 
-    def _evict(self, digest: bytes) -> None:
+    def _evict(self, digests: list[bytes]) -> None:
         by = self._taker
-        self._remember(digest, by.id if by else "", by.tenant if by else "")
+        self._remember(digests, by.id if by else "", by.tenant if by else "")
 
-    def _remember(self, digest: bytes, who: str, tenant: str) -> None:
-        evicted = self._evicted
-        evicted[digest] = (self._now, who, tenant)
-        evicted.move_to_end(digest)
-        if len(evicted) > self._max_evicted:
-            evicted.popitem(last=False)
+    def _remember(self, digests: list[bytes], who: str, tenant: str) -> None:
+        self._evicted.update(dict.fromkeys(digests, (self._now, who, tenant)))
+        if len(self._evicted) > self._max_evicted:
+            self._evicted_before, self._evicted = self._evicted, {}
+
+    def _gone(self, digest: bytes) -> Cause | None:
+        return self._evicted.get(digest) or self._evicted_before.get(digest)
 
     def _prefix(self, sequence: Sequence, num_hit: int) -> TraceEvent:
         """What was found of the prompt, and why no more."""
@@ -157,7 +160,7 @@ class Tracer:
         if num_hit == usable:
             return TraceEvent("prefix", self._now, found, "hit")
         chain = sequence.digests(usable, size)
-        gone = self._evicted.get(chain[num_hit])
+        gone = self._gone(chain[num_hit])
         if gone is not None:
             lost = self._run(chain[num_hit:]) * size
             values = (*found, num_hit, lost, self._now - gone[0])
@@ -170,7 +173,7 @@ class Tracer:
     def _run(self, chain: list[bytes]) -> int:
         """How many of these blocks, from the first one on, were here once or still are."""
         for count, digest in enumerate(chain):
-            if digest not in self._evicted and digest not in self._pool.block_of:
+            if digest not in self._pool.block_of and self._gone(digest) is None:
                 return count
         return len(chain)
 

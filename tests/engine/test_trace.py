@@ -181,7 +181,12 @@ def test_what_is_remembered_is_bounded() -> None:
     for _ in range(20):
         bench.run(some(56))
     assert len(tracer._roots) <= MAX_FIRST_BLOCKS + 41
-    assert len(tracer._evicted) <= tracer._max_evicted
+    for number in range(5000):
+        tracer._evict([number.to_bytes(4, "big")])
+    kept = len(tracer._evicted) + len(tracer._evicted_before)
+    assert tracer._max_evicted <= kept <= 2 * tracer._max_evicted + 1
+    assert tracer._gone((4999).to_bytes(4, "big")) is not None
+    assert tracer._gone((0).to_bytes(4, "big")) is None
     assert not tracer._new
 
 

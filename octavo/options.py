@@ -498,6 +498,8 @@ class ServerArgs(Record):
         True,
         "there is no access log, so both values mean the same",
         group="Logging",
+        only=(True, False),
+        remedy="there is no access log; use true or false.",
         hidden=True,
     )
     disable_access_log_for_endpoints: str | None = absent(

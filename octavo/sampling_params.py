@@ -63,6 +63,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
+POOLINGS = ("last", "mean")
+
+
 class RequestOutputKind(enum.Enum):
     """What each `RequestOutput` of a stream holds."""
 
@@ -116,6 +119,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
+    pooling: str | None = None  # "last" or "mean" of the hidden states: needs max_tokens 1, n 1
 
     def __post_init__(self) -> None:
         self.verify()
@@ -136,6 +140,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in _FLAGS:
             if not isinstance(values[name], bool):
                 _refuse(name, values[name], "use true or false")
+        if self.pooling is not None:
+            self._verify_pooling()
         if not isinstance(self.output_kind, RequestOutputKind):
             _refuse("output_kind", self.output_kind, "use a member of RequestOutputKind")
         self._verify_counts()
@@ -147,6 +153,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 _refuse(
                     "ignore_eos", True, "structured_outputs end an answer; leave one of them out"
                 )
+
+    def _verify_pooling(self) -> None:
+        if self.pooling not in POOLINGS:
+            _refuse("pooling", self.pooling, f"use {' or '.join(POOLINGS)}")
+        if self.max_tokens != 1 or self.n != 1 or self.prompt_logprobs is not None:
+            _refuse("pooling", self.pooling, "it goes with max_tokens=1 and n=1, without log-probs")
 
     def _verify_counts(self) -> None:
         self.n = _integer("n", self.n, 1, MAX_CHOICES)
@@ -244,6 +256,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             logprob_ids=tuple(dict.fromkeys(self.logprob_token_ids or ())),
+            pooling=self.pooling or "",
             grammar=None if grammar is None else Grammar(grammar.text, tuple(ends), grammar.json),
         )
 

@@ -22,6 +22,7 @@ SAMPLE = 1  # the row's last position is sampled
 FROM_DEVICE = 2  # the input token is the slot's last sampled one, not yet known to the host
 LAST_CHUNK = 4  # the row's last prompt token is in this step
 PROMPT_LOGPROBS = 8  # log-probs of the prompt tokens computed in this step are wanted
+POOL = 16  # the hidden states of the row's tokens are wanted, as its sequence pools them
 
 
 def pack(values: Iterable[int]) -> bytes:
@@ -67,6 +68,7 @@ class TokenParams(Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     logprob_ids: tuple[int, ...] = ()  # extra ids whose log-probs are wanted
     grammar: Grammar | None = None
+    pooling: str = ""  # "last" or "mean" of the prompt's hidden states is wanted; empty is none
 
     @property
     def needs_history(self) -> bool:
@@ -180,6 +182,7 @@ class StepResult(Struct, frozen=True, array_like=True):
     bad: tuple[int, ...] = ()  # indices into tokens that could not be sampled; ignore the token
     forward_ms: float = 0.0
     bad_reasons: tuple[str, ...] = ()  # one for each of `bad`
+    pooled: dict[int, bytes] = {}  # by row with POOL, f32[H]: the last hidden state or their sum
 
 
 class WorkerInfo(Struct, frozen=True):
@@ -238,6 +241,7 @@ class SequenceOutput(Struct, frozen=True, array_like=True):
     preemptions: int = 0
     error: str = ""  # with reason "error"
     trace: tuple[TraceEvent, ...] = ()  # since the last output that had some
+    pooled: bytes = b""  # f32[H], with the first token of a sequence that pools
 
 
 class StepStats(Struct, frozen=True, array_like=True):

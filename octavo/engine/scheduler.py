@@ -30,6 +30,7 @@ from octavo.engine.policy import FairQueue, WaitingQueue, limit_of, rank_of, ref
 from octavo.engine.sequence import NEVER, Chunk, Columns, Draft, Sequence, Slots, Step
 from octavo.types import (
     LAST_CHUNK,
+    POOL,
     PROMPT_LOGPROBS,
     SAMPLE,
     AddRequest,
@@ -311,7 +312,7 @@ class Scheduler:
         return hit if need + owed + reserve <= pool.num_free - pool.free_among(hit) else None
 
     def _match(self, sequence: Sequence) -> list[int]:
-        if sequence.root is None or sequence.prompt_logprobs is not None:
+        if sequence.root is None or sequence.whole_prompt:
             return []
         # The last token is always computed: its logits are wanted.
         count = (len(sequence.tokens) - 1) // self.config.block_size
@@ -338,7 +339,7 @@ class Scheduler:
         self._attach(sequence, hit, draft)
         if not sequence.scheduled_at:
             sequence.scheduled_at = draft.now
-            if self.config.prefix_caching and sequence.prompt_logprobs is None:
+            if self.config.prefix_caching and not sequence.whole_prompt:
                 sequence.num_cached = min(num_hit, sequence.num_prompt)
                 self._counts.prefix_queries += sequence.num_prompt
                 self._counts.prefix_hits += sequence.num_cached
@@ -359,8 +360,10 @@ class Scheduler:
         flags = LAST_CHUNK if start < sequence.num_prompt <= end else 0
         if sequence.prompt_logprobs is not None and start < sequence.num_prompt:
             flags |= PROMPT_LOGPROBS
+        if sequence.params.pooling == "mean" and start < sequence.num_prompt:
+            flags |= POOL
         if end == known:
-            flags |= SAMPLE
+            flags |= SAMPLE | (POOL if sequence.params.pooling == "last" else 0)
             columns.pending[slot] += 1
             self.filling.remove(sequence)
             self._decode_order = None
@@ -489,6 +492,9 @@ class Scheduler:
             sequence = step.rows[row]
             if sequence.reason is None and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += values
+        for row, data in result.pooled.items():
+            if step.rows[row].reason is None:
+                step.rows[row].pool(data)
         if self.tracer is not None:
             self.tracer.landed(step.planned_at, step.chunks, now, plan.step)
         if self.fair is not None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from octavo.engine.trace import Wait
 
 Slots: TypeAlias = npt.NDArray[np.int32]
+Floats: TypeAlias = npt.NDArray[np.float64]
 NEVER = 2**31 - 1  # in `Columns.hashed`: blocks of this sequence are not registered
 
 
@@ -81,6 +82,7 @@ class Sequence:
     num_cached: int = 0
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are reported
+    pooled: Floats | None = None  # f64[H], the sum of what its rows gave
     events: list[TraceEvent] = field(default_factory=list)  # until they are reported
     wait: Wait | None = None  # its stay in the queue, where that is traced
 
@@ -127,8 +129,26 @@ class Sequence:
         """Back to the queue: what was computed, and scored of the prompt, is to be done again."""
         self.slot = -1
         self.blocks = []
+        self.pooled = None
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+    @property
+    def whole_prompt(self) -> bool:
+        """True if each prompt token must be computed for it, whatever the prefix cache holds."""
+        return self.prompt_logprobs is not None or self.params.pooling == "mean"
+
+    def pool(self, data: bytes) -> None:
+        """What a row with POOL gave, f32[H]."""
+        values = np.frombuffer(data, np.float32).astype(np.float64)
+        self.pooled = values if self.pooled is None else self.pooled + values
+
+    def _take_pooled(self) -> bytes:
+        pooled, self.pooled = self.pooled, None
+        if pooled is None:
+            return b""
+        count = self.num_prompt if self.params.pooling == "mean" else 1
+        return bytes((pooled / count).astype(np.float32).tobytes())
 
     def output(
         self,
@@ -161,6 +181,7 @@ class Sequence:
             preemptions=self.preemptions if self.reason else 0,
             error=error,
             trace=trace,
+            pooled=self._take_pooled() if new_ids and self.pooled is not None else b"",
         )
 
 

@@ -87,12 +87,14 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    pooled: bytes = b""
 
     def add(self, delta: Delta) -> None:
         """Take what is new."""
         self.texts.append(delta.text)
         self.sizes.append(len(delta.token_ids))
         self.token_ids += delta.token_ids
+        self.pooled = self.pooled or delta.pooled
         self.logprobs += delta.logprobs or ()
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs

@@ -46,6 +46,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached: int = 0
     error: str = ""
+    pooled: bytes = b""  # f32[H], if hidden states are pooled
     times: RequestTimes | None = None  # of the choice so far, from whoever keeps them
 
 
@@ -89,6 +90,8 @@ class Assembler:
         delta.text, kept = self._take(output)
         self._end(output, delta)
         delta.token_ids = output.new_ids[:kept]
+        if output.pooled:
+            delta.pooled = output.pooled
         if output.logprobs is not None:
             delta.logprobs = [self._logprob(entry) for entry in output.logprobs[:kept]]
         self.finished = delta.finish_reason is not None

@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionBackend
 from octavo.device.base import Device
 from octavo.forward import ForwardBatch
-from octavo.types import PROMPT_LOGPROBS
+from octavo.types import POOL, PROMPT_LOGPROBS
 from octavo.worker.buffers import StepRows, StepSize
 from octavo.worker.choose import Drawn
 from octavo.worker.runner import Model
@@ -173,7 +173,7 @@ class Graphs:
     def _kind(self, rows: StepRows) -> str:
         """Which graphs serve a plan, if any."""
         number = len(rows.slots)
-        if not self._rows or (rows.flags & PROMPT_LOGPROBS).any():
+        if not self._rows or (rows.flags & (PROMPT_LOGPROBS | POOL)).any():
             return "eager"
         if rows.longest == 1:
             return "decode" if number <= self._rows[-1] else "eager"

@@ -10,6 +10,7 @@ Not for: loading (`worker.py`) or threads and queues (`executor/`). Next file: `
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from octavo.forward import ForwardBatch
 from octavo.sampling.logprobs import token_logprobs
-from octavo.types import PROMPT_LOGPROBS, StepPlan, StepResult, TokenLogprobs
+from octavo.types import POOL, PROMPT_LOGPROBS, StepPlan, StepResult, TokenLogprobs
 from octavo.worker.buffers import Inputs, StepRows, StepSize, read_rows
 from octavo.worker.choose import Choice, Chooser, Drawn, not_finite
 from octavo.worker.slots import SlotTable
@@ -56,21 +57,29 @@ class Forward(Protocol):
         """[T, H] after the last norm, of all tokens."""
 
 
+@dataclass(slots=True)
+class Extras:
+    """What a step gives besides tokens, by row."""
+
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, bytes] = field(default_factory=dict)
+
+
 class StepHandle:
     """A step that the device was given."""
 
-    __slots__ = ("_choice", "_forward_ms", "_prompt_logprobs", "_step")
+    __slots__ = ("_choice", "_extras", "_forward_ms", "_step")
 
     def __init__(
         self,
         step: int,
         choice: Choice | None,
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        extras: Extras,
         forward_ms: float,
     ) -> None:
         self._step = step
         self._choice = choice
-        self._prompt_logprobs = prompt_logprobs
+        self._extras = extras
         self._forward_ms = forward_ms
 
     def done(self) -> bool:
@@ -83,7 +92,8 @@ class StepHandle:
             return StepResult(
                 step=self._step,
                 tokens=b"",
-                prompt_logprobs=self._prompt_logprobs,
+                prompt_logprobs=self._extras.prompt_logprobs,
+                pooled=self._extras.pooled,
                 forward_ms=self._forward_ms,
             )
         tokens, logprobs, bad = self._choice.result()
@@ -91,7 +101,8 @@ class StepHandle:
             step=self._step,
             tokens=tokens.tobytes(),
             logprobs=logprobs,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self._extras.prompt_logprobs,
+            pooled=self._extras.pooled,
             bad=tuple(bad),
             forward_ms=self._forward_ms,
             bad_reasons=tuple(bad.values()),
@@ -120,33 +131,45 @@ class Runner:
         self._chooser.begin(rows)
         started = perf_counter()
         input_ids, batch = self._inputs.fill(plan, rows, self._forward.size(rows))
-        asking = np.flatnonzero(rows.flags & PROMPT_LOGPROBS)
         logits: Tensor | Drawn | None
-        if len(asking):
-            logits, prompt_logprobs = self._with_prompts(input_ids, batch, rows, asking.tolist())
+        extras = Extras()
+        if (rows.flags & (PROMPT_LOGPROBS | POOL)).any():
+            logits = self._with_prompts(input_ids, batch, rows, extras)
         else:
-            logits, prompt_logprobs = self._forward.logits(input_ids, batch, rows), {}
+            logits = self._forward.logits(input_ids, batch, rows)
         forward_ms = (perf_counter() - started) * 1e3
         slots.computed[rows.slots] = rows.ends
         choice = None if logits is None else self._chooser.choose(logits, rows)
-        return StepHandle(plan.step, choice, prompt_logprobs, forward_ms)
+        return StepHandle(plan.step, choice, extras, forward_ms)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one plan to its end."""
         return self.submit(plan).result()
 
     def _with_prompts(
-        self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows, asking: list[int]
-    ) -> tuple[Tensor | None, dict[int, list[TokenLogprobs]]]:
-        """Logits of the sampled rows, None if there are none, and log-probs of prompts."""
+        self, input_ids: Tensor, batch: ForwardBatch, rows: StepRows, extras: Extras
+    ) -> Tensor | None:
+        """Logits of the sampled rows, None if there are none; fills `extras`."""
         hidden = self._forward.hidden(input_ids, batch)
         firsts = np.cumsum(rows.lengths) - rows.lengths
-        found = {
-            row: self._prompt_logprobs(hidden[int(firsts[row]) :], rows, row) for row in asking
-        }
+        for row in np.flatnonzero(rows.flags & PROMPT_LOGPROBS).tolist():
+            start = hidden[int(firsts[row]) :]
+            extras.prompt_logprobs[row] = self._prompt_logprobs(start, rows, row)
+        for row in np.flatnonzero(rows.flags & POOL).tolist():
+            own = hidden[int(firsts[row]) : int(firsts[row] + rows.lengths[row])]
+            extras.pooled[row] = self._pooled(own, int(rows.slots[row]))
         if len(rows.sampled) == 0:
-            return None, found
-        return self._model.logits(hidden[batch.sample_rows.long()]), found
+            return None
+        return self._model.logits(hidden[batch.sample_rows.long()])
+
+    def _pooled(self, hidden: Tensor, slot: int) -> bytes:
+        """f32[H] of a row's [T, H]: the sum if its sequence wants the mean, else the last one."""
+        wants_mean = self._slots.poolings[slot] == "mean"
+        found = (hidden.float().sum(0) if wants_mean else hidden[-1].float()).cpu()
+        if not_finite(found[None]):
+            self._slots.poison(slot)
+            found = torch.zeros_like(found)
+        return bytes(found.numpy().tobytes())
 
     def _prompt_logprobs(self, hidden: Tensor, rows: StepRows, row: int) -> list[TokenLogprobs]:
         """Log-probs of the row's prompt tokens at start + 1 .. start + length.

@@ -54,6 +54,7 @@ class SlotTable:
         self.rules: dict[int, RowRules] = {}  # of slots with RULES
         self.wants: dict[int, Want] = {}  # of slots with LOGPROBS
         self.prompt_wants: dict[int, PromptWant] = {}
+        self.poolings: dict[int, str] = {}  # of slots whose sequences pool: last or mean
 
     def admit(self, admit: Admit) -> None:
         """A sequence takes a slot; whatever was there before is forgotten."""
@@ -63,6 +64,9 @@ class SlotTable:
         self.rules.pop(slot, None)
         self.wants.pop(slot, None)
         self.prompt_wants.pop(slot, None)
+        self.poolings.pop(slot, None)
+        if params.pooling:
+            self.poolings[slot] = params.pooling
         self.num_prompt[slot] = admit.num_prompt
         tokens = list(unpack(admit.history))
         if RowRules.wanted(params):

@@ -23,12 +23,14 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.app import ROUTES
 from octavo.server.openapi import BODIES
 from octavo.server.refusals import CHAT_REFUSED, COMPLETION_REFUSED, Refusals
+from octavo.server.responses import REFUSED as RESPONSES_REFUSED
 from octavo.server.triton import TRITON_REFUSED
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 REFUSED: dict[str, Refusals] = {
     "/v1/chat/completions": CHAT_REFUSED,
     "/v1/completions": COMPLETION_REFUSED,
+    "/v1/responses": RESPONSES_REFUSED,
 }
 PYTHON = (
     ("LLM", LLM, foreign.LLM_ABSENT),
@@ -68,6 +70,18 @@ DIFFERS = (
     "The `nv_inference_*` counters count every sequence, whichever route asked for it; "
     "compute_input is the time of the prompt, compute_infer that of the answer.",
     "A request of `n` choices is `n` sequences in all counts.",
+    "Tools: `finish_reason` is `tool_calls` whenever all calls of an answer are complete, forced "
+    "ones too; a call that was cut stays as far as it came, under `length`. `required` and a named "
+    "function are written in the model's own form, kept to by a grammar. Without "
+    "`--enable-auto-tool-choice`, tools that the model may call are refused. `tools: []` is none.",
+    "`strict: true` of a function holds in calls that are forced, and in free ones where the "
+    "model marks calls (Hermes, Mistral, DeepSeek); elsewhere it is the model's good will.",
+    "A template without tools: a forced call works, with the tools described in a system message; "
+    "`auto` is refused, unless `--tool-call-parser hermes` asks for the same.",
+    "Reasoning stands in `reasoning` and in `reasoning_content`, without the line breaks around "
+    "it. A form that is demanded holds for what comes after it.",
+    "`/v1/responses` keeps nothing: `store` is false in every answer. With `tools` and a form, "
+    "the answer is one call or JSON of that form.",
 )
 
 

@@ -29,6 +29,7 @@ from octavo.server.errors import on_http_exception, on_octavo_error
 from octavo.server.invocations import invocations
 from octavo.server.keys import keys_of
 from octavo.server.middleware import Edge
+from octavo.server.responses import create_response
 from octavo.server.settings import ServerSettings
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,10 +52,11 @@ INVOKED: dict[str, Handler] = {"messages": chat_completions, "prompt": completio
 ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/v1/chat/completions", ["POST"], chat_completions),
     ("/v1/completions", ["POST"], completions),
+    ("/v1/responses", ["POST"], create_response),
     ("/v1/models", ["GET"], models.list_models),
     ("/v1/models/{name:path}", ["GET"], models.show_model),
-    ("/invocations", ["POST"], invocations(INVOKED)),
     ("/v1/requests/{id}/timeline", ["GET"], timeline.show),
+    ("/invocations", ["POST"], invocations(INVOKED)),
     ("/tokenize", ["POST"], models.tokenize),
     ("/detokenize", ["POST"], models.detokenize),
     ("/health", ["GET"], health.ready),

@@ -5,6 +5,7 @@ Next file: `chunks.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -39,18 +40,7 @@ async def chat_completions(request: Request) -> Response:
     serving = serving_of(request)
     body, ignored = await read_request(request, serving, ChatRequest, CHAT_REFUSED)
     call = begin(request, serving, body, ignored, "chatcmpl")
-    template = chosen_template(serving, body.chat_template)
-    reading = plan(serving, wishes(body), template)
-    with named_as_sent(sent_names(body)):
-        params = chat_params(serving, body)
-    prompt = await chat_prompt(serving, body, template, reading)
-    reading = reading.after(prompt.text or "", prompt.continued)
-    prompt = Prompt(truncate(serving, prompt.ids, body, params.max_tokens), prompt.text)
-    with named_as_sent(sent_names(body)):
-        check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
-        apply(reading, params, serving.engine.tokenizer)
-        await serving.engine.compile(params)
-    job = call.job([prompt], params)
+    job, reading = await prepare(call, body, sent_names(body))
     if body.stream:
         chunks = (
             ReadChunks(call, body, job, reading) if reading.reads else ChatChunks(call, body, job)
@@ -59,6 +49,26 @@ async def chat_completions(request: Request) -> Response:
     choices, usage = await whole(request, call, job)
     answer = chat_body(call, body, job, reading, choices=choices, usage=usage)
     return finish(json_response(answer), call)
+
+
+async def prepare(call: Call, body: ChatRequest, names: Mapping[str, str]) -> tuple[Job, Plan]:
+    """What the engine is asked, and how the answer is read. Raises InvalidRequest.
+
+    `names` are our names of settings, and what the caller calls them.
+    """
+    serving = call.serving
+    template = chosen_template(serving, body.chat_template)
+    reading = plan(serving, wishes(body), template)
+    with named_as_sent(names):
+        params = chat_params(serving, body)
+        prompt = await chat_prompt(serving, body, template, reading)
+    reading = reading.after(prompt.text or "", prompt.continued)
+    prompt = Prompt(truncate(serving, prompt.ids, body, params.max_tokens), prompt.text)
+    with named_as_sent(names):
+        check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
+        apply(reading, params, serving.engine.tokenizer)
+        await serving.engine.compile(params)
+    return call.job([prompt], params), reading
 
 
 def wishes(body: ChatRequest) -> Wishes:

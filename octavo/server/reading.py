@@ -59,7 +59,7 @@ class Plan:
                 self.tools, forced=self.choice.forced, only_first=self.only_first
             )
         thought = None if self.reasoning is None else self.reasoning.reader(self.place)
-        return AnswerReader(thought, calls)
+        return AnswerReader(thought, calls, calls_only=self.choice.forced)
 
     def shows_specials(self, tokenizer: Tokenizer) -> bool:
         """True if marks that the reader looks for are special tokens, which texts leave out."""

@@ -64,6 +64,23 @@ _CHAT: Refusals = {
 _COMPLETION: Refusals = {
     "suffix": (("",), "filling in the middle is not supported by this model; leave it out"),
 }
+_STORED = "nothing is stored here; send the whole conversation as input"
+RESPONSES_REFUSED: Refusals = {
+    "previous_response_id": ((), _STORED),
+    "conversation": ((), _STORED),
+    "prompt": ((), "prompts are not stored here; send the text as input"),
+    "background": ((False,), "answers are not kept; leave it out, and stream the answer"),
+    "truncation": (("disabled",), "shorten the input; use disabled"),
+    "max_tool_calls": ((), "only functions of the caller are called; leave it out"),
+    "context_management": (([],), "shorten the input; leave it out"),
+    "moderation": ((), "there is none; leave it out"),
+    "image": ((), _TEXT_ONLY),
+    "prompt_cache_options": (({},), "the prefix cache is always on; leave it out"),
+    "n": ((1,), "a response has one answer; send several requests"),
+    "messages": ((), "send them as input"),
+    "max_tokens": ((), "use max_output_tokens"),
+    "response_format": ((), "use text.format"),
+}
 CHAT_REFUSED = {**_COMMON, **_CHAT}
 COMPLETION_REFUSED = {**_COMMON, **_COMPLETION}
 

@@ -117,6 +117,63 @@ class ChatRequest(Generation, kw_only=True):
     prediction: Any = None  # a hint for speed, which may be passed over
 
 
+class ResponsesRequest(Struct, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    input: Annotated[
+        str | list[dict[str, Any]], Meta(description="a text, or messages, calls and their results")
+    ]
+    model: str | None = None
+    instructions: Annotated[str | None, Meta(description="a system message before the input")] = (
+        None
+    )
+    max_output_tokens: int | None = None
+    text: Annotated[
+        dict[str, Any] | None,
+        Meta(description='{"format": {"type": text, json_object or json_schema, ...}}'),
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, Meta(description="functions that the model may call")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(description='none, auto, required, or {"type": "function", "name": ...}'),
+    ] = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Annotated[dict[str, Any] | None, Meta(description='{"effort": ...}')] = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # As in a chat request.
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    # These change no output and are accepted for the sake of clients that send them.
+    user: str | None = None
+    session_id: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None  # nothing is stored, and answers say so
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
 class CompletionRequest(Generation, kw_only=True):
     """Body of POST /v1/completions."""
 

@@ -18,11 +18,18 @@ from octavo.text.tools.events import (
 
 
 class AnswerReader:
-    """One answer; see the parts."""
+    """One answer; see the parts.
 
-    def __init__(self, reasoning: ReasoningReader | None, calls: Parser | None) -> None:
+    `calls_only` is for answers that a grammar allows nothing but calls: what is left of one that
+    was cut before its name is no content then.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningReader | None, calls: Parser | None, *, calls_only: bool = False
+    ) -> None:
         self._reasoning = reasoning
         self._parser = calls
+        self._calls_only = calls_only
         self._begun = 0  # calls
         self._ended = 0
 
@@ -62,4 +69,6 @@ class AnswerReader:
         for event in events:
             self._begun += isinstance(event, CallStart)
             self._ended += isinstance(event, CallEnd)
+        if self._calls_only:
+            return [event for event in events if not isinstance(event, Content)]
         return events

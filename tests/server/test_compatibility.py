@@ -29,6 +29,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 # A body that is enough for a route, and values of fields that need more than their type says.
 LEAST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "Hi"},
     "/v1/completions": {"prompt": "The owls"},
     "/tokenize": {"prompt": "The owls"},
     "/detokenize": {"tokens": [5]},

@@ -11,6 +11,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from octavo.server.app import create_app
 from octavo.server.context import Serving
 from octavo.text.pool import long_texts
 from octavo.text_engine import TextEngine
+from octavo.types import StepStats
 
 GATHER_SECONDS = 3.0  # for all processes together to answer
 
@@ -34,7 +36,8 @@ GATHER_SECONDS = 3.0  # for all processes together to answer
 class RemoteCore:
     """Where the client of the core is had, in a process that does not own the core."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stats: Callable[[StepStats], None]) -> None:
+        self._on_stats = on_stats
         self._client: EngineClient | None = None
         self._has_served = False
         self.known = asyncio.Event()  # a core has been started
@@ -57,7 +60,7 @@ class RemoteCore:
         if self._client is not None:
             self.die("the engine has been started anew")
             self._client.close()
-        self._client = EngineClient(message.addresses, on_broken=self.broken.set)
+        self._client = EngineClient(message.addresses, self._on_stats, self.broken.set)
         if message.info is not None:
             self._client.welcome(message.info)
         self.known.set()
@@ -77,7 +80,7 @@ class ApiProcess:
         self._launch = launch
         self._frontend = frontend
         self._metrics = metrics_of(launch, frontend)
-        self._core = RemoteCore()
+        self._core = RemoteCore(self._count)
         self._serving: Serving | None = None
         self._engine: TextEngine | None = None
         self._hurry = asyncio.Event()
@@ -105,6 +108,11 @@ class ApiProcess:
             for task in ends:
                 task.cancel()
             link.close()
+
+    def _count(self, stats: StepStats) -> None:
+        """This process's part of what the core computes, to say when its queue will be shorter."""
+        tokens = (stats.prompt_tokens + stats.sampled_tokens) // self._settings.count
+        self._metrics.throughput.count(tokens, time.monotonic())
 
     async def _serve(self, link: Link) -> None:
         await self._core.known.wait()

@@ -29,7 +29,6 @@ from octavo.types import (
     Ready,
     SequenceOutput,
     StepOutputs,
-    StepStats,
     ToCore,
     WorkerInfo,
 )
@@ -108,7 +107,7 @@ class Owners:
     """Which client each open sequence belongs to, and with that where its news goes.
 
     With several clients the first is the server's own: it gets the figures of every step and no
-    sequences, the others get their sequences and no figures.
+    sequences, the others get their sequences and the figures of the steps that brought them news.
     """
 
     def __init__(self, outbox: Outbox) -> None:
@@ -142,10 +141,7 @@ class Owners:
                 del clients[output.id]
         self._outbox.send(StepOutputs(by_client.pop(0), message.stats))
         for client, outputs in by_client.items():
-            self._outbox.send(StepOutputs(outputs, _NO_STATS), client)
-
-
-_NO_STATS = StepStats()
+            self._outbox.send(StepOutputs(outputs, message.stats), client)
 
 
 class Heartbeat:

@@ -131,7 +131,6 @@ def test_news_goes_to_its_owner_and_figures_to_the_server() -> None:
     heard = {output.id: client for client, message in kept.sent for output in message.outputs}
     assert heard == {n: c for n, c in clients.items() if c != gone}, f"seed {seed}"
     assert [message.stats.running for client, message in kept.sent if client == 0] == [40]
-    assert {message.stats.running for client, message in kept.sent if client} == {0}
     assert len(owners) == sum(n not in ended and c != gone for n, c in clients.items())
 
 

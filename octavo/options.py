@@ -304,7 +304,7 @@ class EngineArgs(Record):
         None, "speculative decoding is not built yet; leave it out.", kind="json"
     )
     structured_outputs_config: Any = absent(
-        None, "structured outputs are not built yet; leave it out.", kind="json"
+        None, "structured outputs have one backend, and limits of their own.", kind="json"
     )
     logits_processors: Any = absent(
         None, "use logit_bias, bad_words or allowed_token_ids of a request.", kind="list"

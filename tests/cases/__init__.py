@@ -14,7 +14,7 @@ SP-2   test_stops.test_sp_2_what_was_held_back_comes_at_the_end                 
 SP-3   test_stops.test_sp_3_no_stop_before_min_tokens, ..._ignore_eos_goes_on_...       tested
 LP-1   test_logprobs.test_lp_1_each_position_has_its_own_list                           tested
 LP-2   test_logprobs.test_lp_2_as_many_alternatives_as_asked_for                        tested
-LP-3   test_logprobs.test_lp_3_impossible_values_are_finite (schema: unbuilt)           tested
+LP-3   test_logprobs.test_lp_3_impossible_values_are_finite, test_formats.test_lp_3_...tested
 LP-4   test_logprobs.test_lp_4_a_prompt_can_be_read_without_an_answer                   tested
 NS-1   test_choices.test_ns_1_a_seed_gives_the_same_different_answers                   tested
 NS-2   test_choices.test_ns_2_n_choices_are_n, ..._streamed_choices_end_...             tested
@@ -30,10 +30,10 @@ CT-1   test_chat_template.test_ct_1_all_parts_arrive                            
 CT-2   test_chat_template.test_ct_2_a_call_without_content_is_a_message                 tested
 CT-3   test_chat_template.test_ct_3_an_empty_system_message_is_one                      tested
 CT-4   test_chat_template.test_ct_4_the_template_speaks_for_itself, ..._a_broken_...    tested
-RF-1   test_unbuilt.test_rf_1_schemas                                                   refused
-RF-2   test_unbuilt.test_rf_2_broken_schemas                                            refused
-RF-3   test_unbuilt.test_rf_3_json_objects                                              refused
-RF-4   test_unbuilt.test_rf_4_regular_expressions_and_grammars                          refused
+RF-1   test_formats.test_rf_1_a_list_of_two_has_two                                    tested
+RF-2   test_formats.test_rf_2_broken_schemas                                           tested
+RF-3   test_formats.test_rf_3_no_endless_blanks_or_digits                              tested
+RF-4   test_formats.test_rf_4_others_are_not_spoiled_and_hard_ones_...                 tested
 TC-1   test_unbuilt.test_tc_1_tool_choice                                               refused
 TC-2   test_unbuilt.test_tc_2_a_forced_call                                             refused
 TC-3   test_unbuilt.test_tc_3_calls_in_an_answer_stay_text                              refused
@@ -46,7 +46,7 @@ LE-2   test_long_prompts.test_le_2_the_message_has_the_numbers                  
 LE-3   test_long_prompts.test_le_3_the_last_tokens_of_the_context                       tested
 AB-1   test_aborts.test_ab_1_a_closed_stream_stops                                      tested
 AB-2   test_aborts.test_ab_2_a_closed_plain_request_stops, ..._who_waits_...            tested
-CC-1   test_unbuilt.test_cc_1_a_schema_for_each_of_many                                 refused
+CC-1   test_formats.test_cc_1_each_of_many_gets_its_own                                tested
 CC-2   test_prefix_cache.test_cc_2_cache_and_batch_change_nothing                       tested
 CC-3   test_prefix_cache.test_cc_3_cached_tokens_are_whole_blocks_below_the_last        tested
 PR-1   test_preemption.test_pr_1_2_a_crowd_answers_as_each_alone                        tested

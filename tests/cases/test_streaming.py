@@ -44,13 +44,17 @@ def mixed_stream(box: Box, number: int, seed: int) -> None:
     dice = random.Random(seed * 1000 + number)
     chat, usage, choices = dice.random() < 0.5, dice.random() < 0.5, dice.choice((1, 1, 1, 2, 3))
     body: dict[str, Any] = {
-        "max_tokens": dice.randint(1, 24),
+        "max_tokens": dice.randint(1, 40),
         "temperature": dice.choice((0, 0.7, 1.4)),
         "seed": number,
         "n": choices,
     }
     if dice.random() < 0.5:
         body["stop"] = dice.choice((["e"], [" the", "."], "\n", ["zqzqzq"]))
+    if dice.random() < 0.3:
+        small = {"type": "object", "properties": {"a": {"enum": [f"x{number}", 7]}}}
+        form = {"name": "small", "schema": {**small, "required": ["a"]}}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
     if usage:
         body["stream_options"] = {"include_usage": True}
     text = f"Write about {prose(dice, 3)}"

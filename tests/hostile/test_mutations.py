@@ -161,12 +161,20 @@ def attack(box: Box, seed: int, worker: int, count: int) -> Found:
     return found
 
 
+def touch_the_pool(box: Box) -> None:
+    """Uses every page of the KV pool, which has no memory until it is used."""
+    dice = random.Random(0)
+    prompts = [[dice.randrange(300, 40_000) for _ in range(240)] for _ in range(16)]
+    assert box.complete(prompts, max_tokens=2, ignore_eos=True)["choices"]
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(3000)
 def test_live(target: Box) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
+    touch_the_pool(target)
     target.check_alive()
     core, memory = target.server.core_pid(), target.memory()
     beside = Good(target)
@@ -177,6 +185,7 @@ def test_live(target: Box) -> None:
     beside.over.set()
     beside.join(60)
     statuses = sum((one.statuses for one in found), Counter[int]())
+    print("memory grew by", (target.memory() - memory) // 2**20, "MiB")
     print(statuses, "slowest", max(one.slowest for one in found), "good", len(beside.answers))
     faults = [fault for one in found for fault in one.faults]
     assert not faults, "\n\n".join(faults)

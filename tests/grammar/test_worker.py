@@ -70,12 +70,16 @@ def vocabulary() -> Vocabulary:
     return vocabulary_of(Words())
 
 
-@pytest.fixture(scope="module")
-def grammars() -> list[Grammar]:
+def compiled() -> list[Grammar]:
     compiler = GrammarCompiler(vocabulary())
     forms = [compiler.compile(demand) for demand, _ in DEMANDS]
     compiler.close()
     return [Grammar(form.text, (END,), form.json) for form in forms]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> list[Grammar]:
+    return compiled()
 
 
 def mixed(grammars: list[Grammar], draw: random.Random, count: int) -> dict[str, int]:

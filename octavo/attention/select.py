@@ -22,6 +22,7 @@ class Candidate:
     name: str
     load: Callable[[], AttentionBackend]
     host_only: bool = False  # on any other device it is not even loaded, which may take a compiler
+    asked: bool = False  # taken only when it is asked for by name
 
 
 def load_native() -> AttentionBackend:
@@ -38,6 +39,22 @@ def load_triton() -> AttentionBackend:
     return TritonAttention()
 
 
+def load_fa3() -> AttentionBackend:
+    """Prefill by an installed FlashAttention-3; decodes by our own kernels."""
+    from octavo.attention.fa3 import Fa3Prefill
+    from octavo.attention.triton import TritonAttention
+
+    return TritonAttention(Fa3Prefill())
+
+
+def load_flashinfer() -> AttentionBackend:
+    """Prefill by an installed FlashInfer; decodes by our own kernels."""
+    from octavo.attention.flashinfer import FlashInferPrefill
+    from octavo.attention.triton import TritonAttention
+
+    return TritonAttention(FlashInferPrefill())
+
+
 def load_sdpa() -> AttentionBackend:
     """The backend in plain torch."""
     from octavo.attention.sdpa import SdpaAttention
@@ -48,6 +65,8 @@ def load_sdpa() -> AttentionBackend:
 CANDIDATES = (
     Candidate("native", load_native, host_only=True),
     Candidate("triton", load_triton),
+    Candidate("fa3", load_fa3, asked=True),
+    Candidate("flashinfer", load_flashinfer, asked=True),
     Candidate("sdpa", load_sdpa),
 )
 
@@ -66,7 +85,7 @@ def select(
         )
     refusals: list[str] = []
     for candidate in candidates:
-        if want not in ("auto", candidate.name):
+        if want != candidate.name and (want != "auto" or candidate.asked):
             continue
         backend, reason = _try(candidate, need)
         if backend is not None:

@@ -1,7 +1,7 @@
 """Paged attention on NVIDIA GPUs by our own Triton kernels.
 
 Pages lie as [N, K, P, D], so that a page of one head is one run of memory. A step's rows with one
-query each take a decode form (`attention_decode.py`), all others the variable-length kernel.
+query each take a decode form (`attention_decode.py`), all others a `Prefill`.
 Everything that changes from step to step is read on the device from memory that stays where it is,
 so `forward` can be captured in a CUDA graph; `plan` may be called in the capture or before each
 replay. What a captured graph fixes is the number of rows and the form: `choose` names the form for
@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.base import AttentionNeed, HeadRules
+from octavo.attention.prefill import Prefill, TritonPrefill
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import attention_tiles as tiles
-from octavo.kernels.triton.attention_decode import Heads, Pieces, Tile, decode, list_pieces
-from octavo.kernels.triton.attention_hopper import TILE_ROWS, Shape, hopper, refusal
-from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count, varlen
+from octavo.kernels.triton.attention_decode import Heads, Pieces, decode, list_pieces
 from octavo.kernels.triton.launch import gpu_of
 from octavo.kernels.triton.rotary import rope_store, store
 
@@ -36,15 +35,12 @@ MAX_HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's work: decode rows by pieces, and the rows after them by tiles."""
+    """A step's work: decode rows by pieces, and the rows after them."""
 
     decodes: int  # rows that the decode kernel serves
     pieces: Pieces | None
     even: Pieces | None  # for layers with a window, which have no list form
-    queries: Queries | None
-    tile_rows: int  # product rows of a tile
-    tile: Tile  # of the rows after the decodes
-    counter: Tensor | None = None  # of the kernel for Hopper, if that one serves them
+    prefill: object  # what the Prefill planned; None without such rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +59,15 @@ class _Room:
 class TritonAttention:
     """An AttentionBackend, and a FusedAttention, over pages [N, K, P, D]."""
 
-    name = "triton"
     forms = (EVEN, UNEVEN)
 
-    def __init__(self) -> None:
+    def __init__(self, prefill: Prefill | None = None) -> None:
+        """`prefill` serves rows that are not decodes; None: our own kernels."""
+        self._prefill = prefill or TritonPrefill()
+        self.name = self._prefill.name
         self._need: AttentionNeed | None = None
         self._room: _Room | None = None
         self._outgrown: list[_Room] = []  # captured graphs may still point into them
-        self._counter: Tensor | None = None
 
     def supports(self, need: AttentionNeed) -> str | None:
         """Heads of 16 to 256 in steps of 16, pages of 16 to 128, f32, bf16, f16 and FP8 caches."""
@@ -93,7 +90,7 @@ class TritonAttention:
             return f"{need.num_heads} heads do not divide over {need.num_kv_heads} key/value heads"
         if need.num_heads // need.num_kv_heads > 64:
             return f"{need.num_heads // need.num_kv_heads} heads share a key head: 64 at most"
-        return None
+        return self._prefill.supports(need)
 
     def layout(self, need: AttentionNeed, num_blocks: int) -> CacheLayout:
         """Keys and values alike: [N, K, P, D]. Plans are made for the need given here last."""
@@ -132,29 +129,13 @@ class TritonAttention:
 
         Without such a copy in the batch the device is asked, which waits for it.
         """
-        need, _ = self._sizes()
         decodes = batch.num_decodes
-        pieces = even = queries = None
-        group = need.num_heads // need.num_kv_heads
-        tile_rows, tile = tiles.varlen_tile(
-            need.head_dim, need.cache_dtype.itemsize, group, batch.max_q
-        )
-        counter = self._hopper(batch.max_q)
-        if counter is not None:
-            tile_rows = TILE_ROWS
-        if decodes:
-            pieces, even = self._pieces(batch, form)
-        if decodes < batch.num_rows:
-            indptr = batch.q_indptr[decodes:]
-            count = tile_count(
-                batch.num_tokens - decodes, batch.num_rows - decodes, tile_rows, group
-            )
-            tile_list = torch.empty(count, dtype=torch.int32, device=indptr.device)
-            list_tiles(indptr, tile_list, tile_rows=tile_rows, group=group)
-            queries = Queries(
-                indptr, batch.kv_lens[decodes:], batch.block_table[decodes:], tile_list
-            )
-        return TritonPlan(decodes, pieces, even, queries, tile_rows, tile, counter)
+        mixed = decodes < batch.num_rows
+        if mixed and self._prefill.takes_all:
+            decodes = 0
+        pieces, even = self._pieces(batch, form) if decodes else (None, None)
+        rest = self._prefill.plan(self._sizes()[0], batch, decodes) if mixed else None
+        return TritonPlan(decodes, pieces, even, rest)
 
     def forward(
         self,
@@ -234,22 +215,9 @@ class TritonAttention:
                 tiles.decode_tile(self._sizes()[1], even=pieces.splits > 0),
                 out[:rows],
             )
-        if plan.queries is not None and plan.counter is not None:
-            hopper(q, keys, values, plan.queries, heads, plan.counter, out)
-        elif plan.queries is not None:
-            varlen(q, keys, values, plan.queries, heads, plan.tile_rows, plan.tile, out)
+        if plan.prefill is not None:
+            self._prefill.run(q, keys, values, heads, plan.prefill, out)
         return out.view(q.shape[0], -1)
-
-    def _hopper(self, longest: int) -> Tensor | None:
-        """The counter of the kernel for Hopper, if that serves rows of up to `longest` queries."""
-        need, _ = self._sizes()
-        device = torch.device(need.device)
-        shape = Shape(need.head_dim, need.num_heads // need.num_kv_heads)
-        if longest < tiles.HOPPER or refusal(device, need.dtype, need.cache_dtype, shape):
-            return None
-        if self._counter is None:
-            self._counter = torch.zeros(2, dtype=torch.int32, device=device)
-        return self._counter
 
     def _pieces(self, batch: ForwardBatch, form: str | None) -> tuple[Pieces, Pieces]:
         """(for layers without a window, for layers with one)."""

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "bench throughput": ("octavo.cli.bench", "measure offline throughput"),
     "bench latency": ("octavo.cli.bench", "measure the latency of one batch"),
     "bench startup": ("octavo.cli.bench", "measure a start, phase by phase"),
+    "kernels": ("octavo.cli.kernels", "build kernels ahead of a start, or list them"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

@@ -268,6 +268,19 @@ def test_select_by_name_takes_or_refuses() -> None:
         assert caught.value.option == "attention_backend"
 
 
+def test_some_are_taken_only_by_name() -> None:
+    candidates = (Candidate("library", SdpaAttention, asked=True), FAKES[2])
+    assert select(NEED, candidates=candidates)[1] == ("attention: sdpa, the first that can",)
+    assert select(NEED, "library", candidates)[1] == ("attention: library, as asked",)
+    assert [one.name for one in CANDIDATES if one.asked] == ["fa3", "flashinfer"]
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer"])
+def test_a_library_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention: not {name}: "):
+        select(NEED, name)
+
+
 def test_select_fails_if_none_can() -> None:
     with pytest.raises(ConfigError, match=r"broken.*refuses"):
         select(NEED, candidates=FAKES[:2])

@@ -11,10 +11,7 @@ this kernel does not: `can_serve` says so. Next file: `launch.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,8 +28,6 @@ from octavo.kernels.triton.attention_decode import Heads
 from octavo.kernels.triton.attention_varlen import Queries
 from octavo.kernels.triton.launch import gpu_of
 
-GLUON = "3.6"  # the language has changed from version to version of Triton
-TILE_ROWS = 128
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
 HALF = gl.constexpr(64)  # product rows of a warpgroup
@@ -450,27 +445,17 @@ def hopper_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the choice of this kernel rests on."""
-
-    head_dim: int
-    group: int  # query heads a key head
-
-
-def refusal(device: torch.device, q: torch.dtype, cache: torch.dtype, shape: Shape) -> str:
-    """Why this kernel does not serve such attention on this device; empty if it does."""
-    if not gpu_of(device).hopper:
-        return "no GPU of compute capability 9"
-    if not triton.__version__.startswith(GLUON):
-        return f"it is written for triton {GLUON}, not {triton.__version__}"
-    if q not in (torch.bfloat16, torch.float16) or cache != q:
-        return f"a cache of {cache} under {q}"
-    if shape.head_dim != 128:
-        return f"heads of {shape.head_dim}"
-    if shape.group not in (1, 2, 4, 8, 16, 32):
-        return f"{shape.group} query heads a key head"
-    return ""
+def can_serve(
+    device: torch.device, dtype: torch.dtype, cache: torch.dtype, head_dim: int, group: int
+) -> bool:
+    """Whether this kernel serves such attention; `group` is query heads a key head."""
+    return (
+        gpu_of(device).hopper
+        and dtype in (torch.bfloat16, torch.float16)
+        and cache == dtype
+        and head_dim == 128
+        and group in (1, 2, 4, 8, 16, 32)
+    )
 
 
 def hopper(
@@ -489,7 +474,7 @@ def hopper(
     """Attention of q [T, Q, D] over pages [N, K, P, D] into out [T, Q, D], causal.
 
     A row's queries are the last of its `lens` keys, which are stored already. Tiles are of
-    TILE_ROWS product rows.
+    HOPPER_ROWS product rows (`attention_tiles.py`).
     """
     _, num_heads, size = q.shape
     _, kv_heads, page, _ = keys.shape

@@ -17,6 +17,7 @@ from octavo.kernels.triton.launch import power_of_2
 MAX_SPLITS = 16
 PROGRAMS = 4  # of a processor: so many keep its reads busy, and more splits cost more
 HOPPER = 1 << 30  # queries of the longest row, from which on the kernel for Hopper is faster
+HOPPER_ROWS = 128  # product rows of its tiles
 SHORT = 1024  # queries: up to so many, small tiles keep more processors busy
 # A batch is uneven if a piece of its longest row is so many times a program's even share.
 UNEVEN = 1.6

@@ -1,0 +1,45 @@
+"""`octavo kernels`: what is there, and what cannot be built says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.cli import kernels
+from octavo.cli.main import main
+
+
+class Spec:
+    """As FlashInfer describes a module."""
+
+    def __init__(self, *, broken: bool) -> None:
+        self.name, self.is_compiled, self.broken = "batch_prefill", False, broken
+
+    def build(self) -> None:
+        if self.broken:
+            raise RuntimeError("Could not find nvcc\nmore")
+        self.is_compiled = True
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_build_and_list(
+    broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = Spec(broken=broken)
+    monkeypatch.setattr(kernels, "_items", lambda _: [kernels.Item("flashinfer x", spec)])
+    assert main(["kernels", "list"]) == 0
+    assert capsys.readouterr().out == "flashinfer x: not built\n"
+    assert main(["kernels", "build"]) == int(broken)
+    built = capsys.readouterr().out
+    assert main(["kernels", "list"]) == 0
+    if broken:
+        assert built == "flashinfer x: cannot be built: Could not find nvcc\n"
+    else:
+        assert built == "flashinfer x: built in 0 s\n"
+        assert capsys.readouterr().out == "flashinfer x: built\n"
+
+
+def test_without_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "list"]) == 0
+    found = capsys.readouterr()
+    assert found.out.startswith("native kernels of the CPU: ")
+    assert "flashinfer: not installed" in found.err

@@ -27,6 +27,8 @@ NO_TOKEN = (
     "no token can be chosen: structured_outputs, allowed_token_ids, bad_words, min_tokens, "
     "logit_bias and penalties together leave none; allow more tokens"
 )
+# The same of a grammar that goes beyond its limits in the midst of an answer.
+GRAMMAR_FAILED = "structured_outputs: the grammar became too complex for this answer; simplify it"
 
 
 class OctavoError(Exception):

@@ -24,7 +24,7 @@ from octavo.grammar.request import Form, StructuredOutputs
 from octavo.grammar.vocabulary import new_matcher, open_vocabulary, special_texts
 
 MAX_MEMORY = 4 * 2**30  # bytes of address space
-COMPILE_SECONDS = 1.0  # of this process's own time
+COMPILE_SECONDS = 0.5  # of this process's own time: a batch may have to wait for it
 TRIED_TOKENS = 32
 MASK_SECONDS = 0.05  # a token's, on average
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config import Vocabulary
+from octavo.errors import GRAMMAR_FAILED
 from octavo.grammar.numbers import NumberGuard, digit_runs
 from octavo.grammar.vocabulary import new_matcher, open_vocabulary, table_of
 from octavo.types import Grammar
@@ -25,7 +26,6 @@ from octavo.types import Grammar
 Words = NDArray[np.int32]  # [n, words of 32 tokens], a bit each, the lowest first
 
 COMPILED = 64  # grammars that are kept
-FAILED = "structured_outputs: the grammar became too complex for this answer"
 
 
 class Follower:
@@ -79,6 +79,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._table: list[bytes] = []
         self._runs: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._longest_run = 0  # digits that a token begins with at most
         self._zeros: NDArray[np.bool_] = np.zeros(0, np.bool_)  # tokens that begin with one
         self._pool.submit(self._tokenizer)  # some tenths of a second that no request waits for
 
@@ -113,8 +114,8 @@ class Grammars:
         failed: dict[int, str] = {}
         for index, (follower, matcher) in enumerate(zip(followers, matchers, strict=True)):
             if matcher.is_error():
-                failed[index] = FAILED
-            elif (left := follower.digits_left) is not None:
+                failed[index] = GRAMMAR_FAILED
+            elif (left := follower.digits_left) is not None and left < self._longest_run:
                 self._bound(words[index], left)
         return words, failed
 
@@ -133,6 +134,7 @@ class Grammars:
             try:
                 self._table = table_of(self._vocabulary)
                 self._runs = digit_runs(self._table, 32 * self._words)
+                self._longest_run = int(self._runs.max(initial=0))
                 self._zeros = np.zeros(32 * self._words, np.bool_)
                 firsts = [word[:1] == b"0" for word in self._table[: 32 * self._words]]
                 self._zeros[: len(firsts)] = firsts

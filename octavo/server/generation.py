@@ -13,7 +13,14 @@ from typing import Protocol
 
 import msgspec
 
-from octavo.errors import NO_TOKEN, DeadlineExceeded, Draining, InvalidRequest, RequestFailed
+from octavo.errors import (
+    GRAMMAR_FAILED,
+    NO_TOKEN,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    RequestFailed,
+)
 from octavo.obs.timeline import Timeline
 from octavo.prompts import check_length
 from octavo.sampling_params import SamplingParams
@@ -296,7 +303,7 @@ def _failure(delta: Delta) -> Exception:
         return DeadlineExceeded("The request's deadline passed before it was answered.")
     if delta.finish_reason == "abort":
         return Draining("The answer was cut off because the server is shutting down.")
-    if delta.error == NO_TOKEN:
+    if delta.error in (NO_TOKEN, GRAMMAR_FAILED):
         return InvalidRequest(f"The request cannot be answered: {delta.error}.")
     return RequestFailed(f"The engine could not finish this request: {delta.error or 'unknown'}.")
 

@@ -172,7 +172,7 @@ def test_preempted_and_failed_steps_lose_no_place_in_a_grammar(
     """Few blocks, and steps that raise now and then."""
     folder = write_tiny(tmp_path, seed=1)
     seed = random.randrange(2**31)
-    requests, forms = demanding(grammars, random.Random(seed), 12)
+    requests, forms = demanding(grammars, random.Random(seed), 24)
     executor, info = executor_of(folder, LaterDevice(), monkeypatch, vocabulary=vocabulary())
     expected = serve(executor, info, requests, depth=1)
     submit, count = executor._worker.submit, 0  # type: ignore[union-attr]

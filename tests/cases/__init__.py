@@ -1,7 +1,6 @@
 """Public reports of faults in serving engines, as tests against a real server.
 
-Each case stands for a kind of fault. Long variants are marked `slow`, features that are not there
-yet `unbuilt`. "Refused" below: the feature is refused by name, and nobody is harmed.
+Each case stands for a kind of fault. Long variants are marked `slow`.
 
 =====  ===============================================================================  =======
 case   test                                                                             state
@@ -34,9 +33,9 @@ RF-1   test_formats.test_rf_1_a_list_of_two_has_two                             
 RF-2   test_formats.test_rf_2_broken_schemas                                           tested
 RF-3   test_formats.test_rf_3_no_endless_blanks_or_digits                              tested
 RF-4   test_formats.test_rf_4_others_are_not_spoiled_and_hard_ones_...                 tested
-TC-1   test_unbuilt.test_tc_1_tool_choice                                               refused
-TC-2   test_unbuilt.test_tc_2_a_forced_call                                             refused
-TC-3   test_unbuilt.test_tc_3_calls_in_an_answer_stay_text                              refused
+TC-1   test_tools.test_tc_1_tool_choice, ..._schemas_that_cannot_be_...                 tested
+TC-2   test_tools.test_tc_2_a_forced_call_says_..., ..._required_calls_are_...          tested
+TC-3   tests/text/test_tool_parsers.py: ..._however_they_are_cut                        tested
 TK-1   test_tokenization.test_tk_1_three_ways_to_send_one_prompt                        tested
 TK-2   test_tokenization.test_tk_2_characters_are_sent_whole, ..._what_is_no_...        tested
 TK-3   test_tokenization.test_tk_3_bytes_are_the_real_ones                              tested

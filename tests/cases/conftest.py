@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def box(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     """The default: context 2,048, 10,240 tokens of KV cache, 16 sequences."""
     flags = ("--max-model-len", "2048", "--num-gpu-blocks-override", "640", "--max-num-seqs", "16")
+    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     log = tmp_path_factory.mktemp("box") / "log"
     with serving(smollm2_gguf, log, *FLOAT32, *flags) as server:
         yield Box(server)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.llm_engine import LLMEngine
     from octavo.options import AsyncEngineArgs, EngineArgs
-    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from octavo.pooling import PoolingParams
     from octavo.prompts import TextPrompt, TokensPrompt
     from octavo.sampling_params import SamplingParams
 
@@ -30,6 +31,8 @@ _HOME = {
     "SamplingParams": "octavo.sampling_params",
     "StructuredOutputs": "octavo.grammar.request",
     "RequestOutput": "octavo.outputs",
+    "EmbeddingRequestOutput": "octavo.outputs",
+    "PoolingParams": "octavo.pooling",
     "CompletionOutput": "octavo.outputs",
     "TextPrompt": "octavo.prompts",
     "TokensPrompt": "octavo.prompts",
@@ -40,8 +43,10 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLMEngine",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",

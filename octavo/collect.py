@@ -50,6 +50,8 @@ class OutputCollector:
             choice.logprobs.extend(new_logprobs)
             gained = sum(p.logprob for p in delta.logprobs)
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + gained
+        if delta.pooled:
+            choice.pooled = delta.pooled
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.prompt_logprobs is not None:
@@ -121,6 +123,7 @@ def _copy(choice: CompletionOutput) -> CompletionOutput:
         logprobs=None if choice.logprobs is None else list(choice.logprobs),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        pooled=choice.pooled,
     )
 
 
@@ -135,6 +138,7 @@ def _news(
         logprobs=logprobs,
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_reason,
+        pooled=delta.pooled,
     )
 
 

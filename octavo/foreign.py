@@ -210,7 +210,6 @@ LLM_ABSENT: Final[Mapping[str, str]] = {
     **_COMMON,
     "beam_search": "there is no beam search; use generate with n and a temperature",
     "classify": _POOLING,
-    "embed": _POOLING,
     "score": _POOLING,
     "reward": _POOLING,
     "apply_model": _REMOTE,

@@ -17,7 +17,8 @@ from octavo.foreign import LLM_ABSENT, absent_method, refuse_kwargs, refuse_lora
 from octavo.llm_engine import LLMEngine
 from octavo.obs.reader import Metric
 from octavo.options import EngineArgs
-from octavo.outputs import RequestOutput
+from octavo.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from octavo.pooling import PoolingParams, vector_of
 from octavo.prompts import EncodedPrompt, PromptType, encode_prompt, is_single
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.types import WorkerInfo
@@ -117,6 +118,31 @@ class LLM:
         """
         encoded = self._encode_chats(messages, lora_request, **template)
         return self._finish(self._add(encoded, sampling_params, priority), bool(use_tqdm))
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, in order. A prompt leaves room for one token."""
+        wanted = pooling_params or PoolingParams()
+        params = SamplingParams(max_tokens=1, temperature=0, pooling=wanted.pooling)
+        encoded = self._encode(prompts, lora_request, tokenization_kwargs, None)
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                EmbeddingOutput(
+                    vector_of(output.outputs[0].pooled, normalize=wanted.normalize).tolist()
+                ),
+                output.prompt_token_ids or [],
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for output in self._finish(self._add(encoded, params, None), bool(use_tqdm))
+        ]
 
     def enqueue(
         self,

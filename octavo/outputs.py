@@ -32,6 +32,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # stop text or id of the caller; None for an end token
     lora_request: object | None = None
+    pooled: bytes = b""  # f32[H], if the request asks for hidden states
 
     def finished(self) -> bool:
         """True if this choice has ended."""
@@ -53,6 +54,29 @@ class RequestMetrics:
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
     num_generation_tokens: int = 0
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """A text as a vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The vector of one prompt, and the prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = None
 
 
 class RequestOutput:

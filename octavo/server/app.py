@@ -24,6 +24,7 @@ from octavo.server.auth import Auth
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
 from octavo.server.context import Serving
+from octavo.server.embeddings import embeddings
 from octavo.server.engine import Engine
 from octavo.server.errors import on_http_exception, on_octavo_error
 from octavo.server.invocations import invocations
@@ -46,13 +47,18 @@ KSERVE_ACTIONS: list[tuple[str, str, Handler]] = [
 ]
 
 # the field of a body to /invocations, and who answers it
-INVOKED: dict[str, Handler] = {"messages": chat_completions, "prompt": completions}
+INVOKED: dict[str, Handler] = {
+    "messages": chat_completions,
+    "prompt": completions,
+    "input": embeddings,
+}
 
 # path, methods, handler
 ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/v1/chat/completions", ["POST"], chat_completions),
     ("/v1/completions", ["POST"], completions),
     ("/v1/responses", ["POST"], create_response),
+    ("/v1/embeddings", ["POST"], embeddings),
     ("/v1/models", ["GET"], models.list_models),
     ("/v1/models/{name:path}", ["GET"], models.show_model),
     ("/v1/requests/{id}/timeline", ["GET"], timeline.show),

@@ -22,7 +22,9 @@ from octavo.server.exchange import EXCHANGE_KEY, Exchange, route_path
 from octavo.server.stream import PIECES_KEY
 
 # Counted by /load while they last.
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/invocations"})
+GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/invocations"}
+)
 GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
 # Asked for all the time and telling nothing: left out of the HTTP metrics.
 UNCOUNTED = OPEN_PATHS | {"/metrics", "/load", "/version", "/server_info"}

@@ -96,6 +96,17 @@ EMBEDDING_REFUSED: Refusals = {
 }
 
 
+EMBEDDING_REFUSED: Refusals = {
+    "dimensions": ((), "vectors have the model's own size; cut and scale them yourself"),
+    "messages": ((), "render the conversation with /tokenize and send its ids as input"),
+    "prompt": ((), "use input"),
+    "late_interaction": ((), "a text is one vector; leave it out"),
+    "use_activation": ((True,), "use normalize"),
+    "embed_dtype": (("float32",), "vectors are float32; leave it out"),
+    "endianness": (("native", "little"), "base64 holds little-endian numbers; leave it out"),
+}
+
+
 def refuse_unsupported(body: Mapping[str, Any], table: Refusals) -> None:
     """Raises InvalidRequest for the first field of `table` that asks for something."""
     for name in body.keys() & table.keys():

@@ -185,6 +185,31 @@ class CompletionRequest(Generation, kw_only=True):
     echo: bool | None = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    input: Annotated[
+        str | list[Any], Meta(description="text, list of texts, token ids, or list of token ids")
+    ]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Annotated[
+        Literal["last", "mean"] | None,
+        Meta(description="which hidden states make the vector; last if left out"),
+    ] = None
+    normalize: Annotated[
+        bool | None, Meta(description="false leaves vectors at their own length")
+    ] = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    user: str | None = None
+
+
 class TokenizeRequest(Struct, kw_only=True):
     """Body of POST /tokenize: either `prompt` or `messages`."""
 

@@ -77,7 +77,7 @@ def test_public_names() -> None:
     assert set(octavo.__all__) == {
         *("LLM", "LLMEngine", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "SamplingParams"),
         *("StructuredOutputs", "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt"),
-        "__version__",
+        *("EmbeddingRequestOutput", "PoolingParams", "__version__"),
     }
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = octavo.Nonsense

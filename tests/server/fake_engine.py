@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -243,11 +244,20 @@ class _Choice:
             logprobs=self._logprobs(token),
             prompt_logprobs=self._prompt_logprobs() if self.made == 1 else None,
             num_cached=self._engine.num_cached if self.made == 1 else 0,
+            pooled=self._pooled() if self.made == 1 else b"",
             error="out of luck" if reason == "error" else "",
         )
         delta = self._assembler.push(output)
         self.finished = delta.finish_reason is not None
         return delta
+
+    def _pooled(self) -> bytes:
+        """A vector of four numbers that tells prompts and kinds of pooling apart."""
+        if not self._token_params.pooling:
+            return b""
+        first = 1.0 if self._token_params.pooling == "mean" else 0.0
+        ids = self._prompt_ids
+        return array("f", [first, sum(ids), len(ids), ids[-1]]).tobytes()
 
     def _logprobs(self, token: int) -> list[TokenLogprobs] | None:
         wanted = self._token_params.logprobs

@@ -28,6 +28,7 @@ class AttentionNeed:
     cache_dtype: torch.dtype
     device: str
     window: int = 0  # sliding window in tokens, 0 is none
+    windows_only: bool = False  # no layer of the model is without the window
     soft_cap: float = 0.0
     sinks: bool = False  # each head may also attend to nothing, by a learned score
     # Keys and values are stored divided by these; other than 1 only under an FP8 cache.

@@ -39,7 +39,7 @@ class TritonPlan:
 
     decodes: int  # rows that the decode kernel serves
     pieces: Pieces | None
-    even: Pieces | None  # for layers with a window, which have no list form
+    windowed: Pieces | None  # for layers with a window
     prefill: object  # what the Prefill planned; None without such rows
 
 
@@ -48,8 +48,8 @@ class _Room:
     """Memory that plans point into, as long as the backend lives."""
 
     rows: int
-    items: Tensor
-    firsts: Tensor
+    items: tuple[Tensor, Tensor]  # of layers without a window, of those with one
+    firsts: Tensor  # i32[2, rows]
     counts: Tensor
     partial: Tensor
     lse: Tensor
@@ -112,9 +112,9 @@ class TritonAttention:
         heads = pieces * need.num_heads
         self._room = _Room(
             max_rows,
-            ints(3 * pieces),
-            ints(max_rows),
-            ints(max_rows),
+            (ints(3 * pieces), ints(3 * pieces)),
+            ints(2, max_rows),
+            ints(2, max_rows),
             torch.zeros(heads * need.head_dim, dtype=torch.float32, device=device),
             torch.zeros(heads, dtype=torch.float32, device=device),
             ints(max_rows * need.num_kv_heads),
@@ -122,7 +122,9 @@ class TritonAttention:
 
     def choose(self, lens: NDArray[np.int32]) -> str:
         """The form for decode rows that attend to `lens` i32[R] keys: EVEN or UNEVEN."""
-        return UNEVEN if tiles.is_uneven(lens, self._sizes()[1]) else EVEN
+        need, shape = self._sizes()
+        seen = np.minimum(lens, need.window) if need.windows_only else lens
+        return UNEVEN if tiles.is_uneven(seen, shape) else EVEN
 
     def plan(self, batch: ForwardBatch, form: str | None = None) -> TritonPlan:
         """Launches what all layers share. `form` None: chosen by the host's copy of lengths.
@@ -133,9 +135,9 @@ class TritonAttention:
         mixed = decodes < batch.num_rows
         if mixed and self._prefill.takes_all:
             decodes = 0
-        pieces, even = self._pieces(batch, form) if decodes else (None, None)
+        pieces, windowed = self._pieces(batch, form) if decodes else (None, None)
         rest = self._prefill.plan(self._sizes()[0], batch, decodes) if mixed else None
-        return TritonPlan(decodes, pieces, even, rest)
+        return TritonPlan(decodes, pieces, windowed, rest)
 
     def forward(
         self,
@@ -202,7 +204,7 @@ class TritonAttention:
         )
         out = torch.empty_like(q)
         rows = plan.decodes
-        pieces = plan.even if need.window else plan.pieces
+        pieces = plan.windowed if need.window else plan.pieces
         if pieces is not None:
             decode(
                 q[:rows],
@@ -222,20 +224,10 @@ class TritonAttention:
     def _pieces(self, batch: ForwardBatch, form: str | None) -> tuple[Pieces, Pieces]:
         """(for layers without a window, for layers with one)."""
         rows = batch.num_decodes
-        shape = self._sizes()[1]
+        need, shape = self._sizes()
         if self._room is None or self._room.rows < rows:
             self.reserve(rows)
-        room = self._room
-        assert room is not None
-        even = Pieces(
-            tiles.splits_of(rows, shape),
-            room.items.view(3, -1),
-            room.firsts,
-            room.counts,
-            room.partial,
-            room.lse,
-            room.arrived,
-        )
+        even = self._room_for(tiles.splits_of(rows, shape), 0, len(self._rooms().items[0]))
         if form is None:
             lens = batch.kv_lens_host
             form = self.choose(batch.kv_lens[:rows].cpu().numpy() if lens is None else lens[:rows])
@@ -243,18 +235,33 @@ class TritonAttention:
             return even, even
         assert form == UNEVEN, form
         aim = tiles.aim_of(rows, shape)
-        pieces = Pieces(
-            0,
-            room.items[: 3 * (aim + rows)].view(3, -1),
-            room.firsts,
-            room.counts,
+        block = tiles.decode_tile(shape, even=False).keys
+
+        def listed(kind: int, window: int) -> Pieces:
+            pieces = self._room_for(0, kind, 3 * (aim + rows))
+            list_pieces(batch.kv_lens[:rows], pieces, aim=aim, block=block, window=window)
+            return pieces
+
+        windows = need.window > 0 and tiles.lists_windows(rows, need.window, shape)
+        windowed = listed(1, need.window) if windows else even
+        return (even if need.windows_only else listed(0, 0)), windowed
+
+    def _room_for(self, splits: int, kind: int, size: int) -> Pieces:
+        """Memory for pieces; `kind` 1 is of layers with a window, `size` that of items."""
+        room = self._rooms()
+        return Pieces(
+            splits,
+            room.items[kind][:size].view(3, -1),
+            room.firsts[kind],
+            room.counts[kind],
             room.partial,
             room.lse,
             room.arrived,
         )
-        block = tiles.decode_tile(shape, even=False).keys
-        list_pieces(batch.kv_lens[:rows], pieces, aim=aim, block=block)
-        return pieces, even
+
+    def _rooms(self) -> _Room:
+        assert self._room is not None, "reserve comes first"
+        return self._room
 
     def _sizes(self) -> tuple[AttentionNeed, tiles.DecodeShape]:
         need = self._need

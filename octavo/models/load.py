@@ -38,6 +38,7 @@ def attention_need(
         cache_dtype=cache_dtype or dtype,
         device=device,
         window=spec.window,
+        windows_only=spec.window > 0 and (not spec.window_layers or all(spec.window_layers)),
     )
 
 

@@ -17,6 +17,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 pytest.importorskip("triton")
 
 from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
+from octavo.kernels.triton import attention_tiles as tiles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -159,6 +160,21 @@ CASES = [
 def test_decode(device: torch.device, changes: dict[str, object], form: str) -> None:
     lens = [1, 16, 17, 150, 3]
     check(make_need(device, **changes), [1] * len(lens), lens, form)
+
+
+@pytest.mark.parametrize("windows_only", [False, True])
+@pytest.mark.parametrize("changes", [c for c in CASES if "window" in c])
+def test_windows_in_a_list_of_pieces(
+    device: torch.device,
+    changes: dict[str, object],
+    windows_only: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As layers with a large window take, here with small ones."""
+    monkeypatch.setattr(tiles, "LONG", -1)
+    lens = [1, 16, 17, 150, 3]
+    need = make_need(device, windows_only=windows_only, **changes)
+    check(need, [1] * len(lens), lens, UNEVEN)
 
 
 @pytest.mark.parametrize("changes", CASES)

@@ -8,7 +8,7 @@ Flash-Decoding (Dao et al. 2023):
     split   each row's keys in `splits` even pieces, merged by their log-sum-exp (v2): by the
             program that ends last, as a launch of its own would take longer
     list    pieces of equal length from a list made on the device each step, merged by a launch of
-            its own: rows of very different lengths keep all processors busy; without a window
+            its own: rows of very different lengths keep all processors busy
 
 Lengths are read on the device alone, so a captured graph serves any lengths. A row of length 0 is
 padding and gives zeros. Next file: `attention_plan.py`.
@@ -179,7 +179,7 @@ def decode_kernel(
             return
         low = tl.load(items_ptr + num_items + piece) * BN
         high = tl.load(items_ptr + 2 * num_items + piece)
-        begin = 0
+        begin = tl.maximum(tl.load(lens_ptr + row) - WINDOW, 0) if WINDOW > 0 else 0
     else:
         row = tl.program_id(0)
         piece = row * splits + tl.program_id(2)
@@ -388,6 +388,7 @@ def list_kernel(
     num_items,  # W
     pieces,  # aimed at; W is at least pieces + R
     BN: tl.constexpr,
+    WINDOW: tl.constexpr,
     RP: tl.constexpr,  # a power of 2, R at least
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -399,12 +400,14 @@ def list_kernel(
     row = tl.program_id(0)
     r = tl.arange(0, RP)
     length = tl.load(lens_ptr + r, mask=r < rows, other=0)
-    blocks = tl.cdiv(length, BN)
+    begin = tl.maximum(length - WINDOW, 0) // BN if WINDOW > 0 else length * 0
+    blocks = tl.cdiv(length, BN) - begin
     span = tl.maximum(tl.cdiv(tl.sum(blocks, 0), pieces), 1)
     count = tl.cdiv(blocks, span)
     first = tl.sum(tl.where(r < row, count, 0), 0)
     mine = tl.sum(tl.where(r == row, count, 0), 0)
     my_length = tl.sum(tl.where(r == row, length, 0), 0)
+    my_begin = tl.sum(tl.where(r == row, begin, 0), 0)
     stop = first + mine
     if row == rows:
         stop = num_items
@@ -414,17 +417,17 @@ def list_kernel(
     for start in range(first, stop, CHUNK):
         w = start + tl.arange(0, CHUNK)
         inside = w < stop
-        low = (w - first) * span
+        low = my_begin + (w - first) * span
         tl.store(items_ptr + w, tl.where(row == rows, -1, row), mask=inside)
         tl.store(items_ptr + num_items + w, low, mask=inside)
         high = tl.minimum((low + span) * BN, my_length)
         tl.store(items_ptr + 2 * num_items + w, high, mask=inside)
 
 
-def list_pieces(lens: Tensor, pieces: Pieces, *, aim: int, block: int) -> None:
+def list_pieces(lens: Tensor, pieces: Pieces, *, aim: int, block: int, window: int = 0) -> None:
     """Cuts rows of `lens` i32[R] keys into about `aim` pieces of equal length; fills `pieces`.
 
-    Pieces start at multiples of `block`. There is no window in this form.
+    Pieces start at multiples of `block`; keys before a window's are in none.
     """
     rows, num_items = lens.shape[0], pieces.items.shape[1]
     assert num_items >= aim + rows, (num_items, aim, rows)
@@ -437,6 +440,7 @@ def list_pieces(lens: Tensor, pieces: Pieces, *, aim: int, block: int) -> None:
         num_items,
         aim,
         BN=block,
+        WINDOW=window,
         RP=max(MOST_ROWS, power_of_2(rows)),
         CHUNK=64,
         num_warps=4,

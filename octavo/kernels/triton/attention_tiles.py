@@ -49,6 +49,11 @@ def splits_of(rows: int, shape: DecodeShape) -> int:
     return max(1, min(MAX_SPLITS, wanted // (rows * shape.kv_heads)))
 
 
+def lists_windows(rows: int, window: int, shape: DecodeShape) -> bool:
+    """Whether layers with a window take the list form in an uneven step of so many rows."""
+    return window / splits_of(rows, shape) > LONG
+
+
 def aim_of(rows: int, shape: DecodeShape) -> int:
     """Pieces of the list form: more for more rows, as their ends leave processors idle."""
     programs = min(max(4 * rows * shape.kv_heads, 4 * shape.processors), 16 * shape.processors)

@@ -28,7 +28,7 @@ from octavo.server.generation import (
 )
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs_body
 from octavo.server.prompts import Prompt, chat_prompt, chosen_template, truncate
-from octavo.server.reading import Plan, Wishes, apply, plan
+from octavo.server.reading import Plan, Wishes, apply, compiled, plan
 from octavo.server.refusals import CHAT_REFUSED
 from octavo.server.schema import ChatRequest
 from octavo.server.stream import stream, whole
@@ -67,7 +67,7 @@ async def prepare(call: Call, body: ChatRequest, names: Mapping[str, str]) -> tu
     with named_as_sent(names):
         check_lengths([prompt], serving.engine.limits.max_model_len, params.max_tokens, "messages")
         apply(reading, params, serving.engine.tokenizer)
-        await serving.engine.compile(params)
+        await compiled(reading, params, serving.engine)
     return call.job([prompt], params), reading
 
 

@@ -16,6 +16,7 @@ from octavo.errors import InvalidRequest
 from octavo.grammar.request import Preamble, StructuralTag, StructuredOutputs, Tag
 from octavo.sampling_params import SamplingParams
 from octavo.server.context import Serving
+from octavo.server.engine import Engine
 from octavo.server.settings import ServerSettings
 from octavo.text.chat import ChatTemplate
 from octavo.text.reader import AnswerReader
@@ -24,6 +25,7 @@ from octavo.text.tokenizer import Tokenizer
 from octavo.text.tools.choose import HERMES, Family, family_of
 from octavo.text.tools.declare import Choice, Tool, read_choice, read_tools
 
+MAX_SUSPECTS = 16  # tools that are looked at one by one when all together cannot be enforced
 OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -199,3 +201,24 @@ def apply(plan: Plan, params: SamplingParams, tokenizer: Tokenizer) -> None:
         params.verify()
     if plan.shows_specials(tokenizer):
         params.skip_special_tokens = False
+
+
+async def compiled(plan: Plan, params: SamplingParams, engine: Engine) -> None:
+    """Lets the engine make the grammar. Raises InvalidRequest, naming the tool that is at fault."""
+    try:
+        await engine.compile(params)
+    except InvalidRequest:
+        if plan.family is None:
+            raise
+        for place, tool in enumerate(plan.tools[:MAX_SUSPECTS]):
+            await _check_alone(engine, tool, f"tools[{place}].function.parameters")
+        raise
+
+
+async def _check_alone(engine: Engine, tool: Tool, at: str) -> None:
+    form = StructuredOutputs(json=tool.parameters)
+    try:
+        await engine.compile(SamplingParams(structured_outputs=form))
+    except InvalidRequest as error:
+        message = error.message.removeprefix("structured_outputs.json")
+        raise InvalidRequest(f"{at}{message}", at) from None

@@ -45,7 +45,7 @@ _COMMON: Refusals = {
     "watermarking": ((False,), "there is no watermark; leave it out"),
     "stream_interval": ((1,), "each token is sent at once; leave it out"),
     "return_prompt_text": ((False,), "use echo in /v1/completions, or /detokenize"),
-    "thinking_token_budget": ((), "thought is not limited by itself; use max_tokens, or turn it off in chat_template_kwargs"),
+    "thinking_token_budget": ((), "thought has no limit of its own; use max_tokens"),
     "skip_reading_prefix_cache": ((False,), "use cache_salt for a cache of your own"),
     "deterministic": ((False,), "it is not built yet; set seed, or temperature 0"),
     "lora_path": ((), "adapters are not supported yet; leave it out"),
@@ -83,17 +83,6 @@ RESPONSES_REFUSED: Refusals = {
 }
 CHAT_REFUSED = {**_COMMON, **_CHAT}
 COMPLETION_REFUSED = {**_COMMON, **_COMPLETION}
-
-
-EMBEDDING_REFUSED: Refusals = {
-    "dimensions": ((), "vectors have the model's own size; cut and scale them yourself"),
-    "messages": ((), "render the conversation with /tokenize and send its ids as input"),
-    "prompt": ((), "use input"),
-    "late_interaction": ((), "a text is one vector; leave it out"),
-    "use_activation": ((True,), "use normalize"),
-    "embed_dtype": (("float32",), "vectors are float32; leave it out"),
-    "endianness": (("native", "little"), "base64 holds little-endian numbers; leave it out"),
-}
 
 
 EMBEDDING_REFUSED: Refusals = {

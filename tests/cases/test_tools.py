@@ -69,8 +69,9 @@ def test_tc_1_schemas_that_cannot_be_enforced_are_refused(box: Box) -> None:
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": broken}}
         for stream in (False, True):
-            body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
-            box.refused(CHAT, {**body, "stream": stream}, "tools")
+            body = {"messages": MESSAGES, "tools": [NOTE, tool], "tool_choice": "required"}
+            error = box.refused(CHAT, {**body, "stream": stream})
+            assert error["param"] == "tools[1].function.parameters", error
 
 
 @pytest.mark.parametrize("tokens", [8, 12, 16, 24, 200])

@@ -84,13 +84,16 @@ class EngineCore:
     def step(self) -> StepOutputs | None:
         """One turn; None if there was nothing to do. Raises EngineDead if the executor is lost."""
         while len(self._in_flight) < self._scheduler.config.depth:
-            plan = self._scheduler.plan(self._clock())
+            began = self._clock()
+            plan = self._scheduler.plan(began)
             if plan is None:
                 break
-            late = bool(self._in_flight) and self._in_flight[-1][1].done()
-            self._in_flight.append((plan, self._submit(plan), self._clock()))
-            if self._pace is not None and len(self._in_flight) > 1:
-                self._pace.planned(late=late)
+            handle, submitted = self._submit(plan), self._clock()
+            if self._pace is not None and self._in_flight:
+                late = self._in_flight[-1][1].done()
+                seconds = submitted - began
+                self._pace.planned(plan.num_rows, plan.num_tokens, seconds, late=late)
+            self._in_flight.append((plan, handle, submitted))
         if self._in_flight:
             return self._land()
         return self._scheduler.report() if self._scheduler.has_news else None

@@ -2,8 +2,9 @@
 
 With two steps in flight a request that arrives while one computes would wait for the other as well.
 So the next step is planned late: shortly before the one on the device ends, and with all who came
-meanwhile. When that is, is learned from the steps before; a plan that came too late makes the
-margin wider. On a device that computes only while the host waits there is nothing to wait for.
+meanwhile. When that is, is learned from the steps before: how long they took, and how long the host
+took to plan and launch them. A plan that came too late makes the margin wider. On a device that
+computes only while the host waits there is nothing to wait for.
 Not for: what is planned (`scheduler.py`). Next file: `core.py`.
 """
 
@@ -11,22 +12,24 @@ from __future__ import annotations
 
 from collections import deque
 
-LEAST_MARGIN = 0.0004  # seconds: planning and launching a step of decode rows
+LEAST_MARGIN = 0.0002  # seconds, beside what the host takes
 MOST_MARGIN = 0.004
 LEAST_WAIT = 0.00005  # shorter ones are not worth a sleep
 WIDER, NARROWER = 1.5, 0.995
 TRUST = 0.97  # of a prediction: steps differ, and early costs less than late
 REMEMBERED = 16  # steps with prompts
+FORGETS = 0.05  # share of the newest in the mean time of the host
 
 
 class Pace:
     """Predicts the time of steps from those that landed. Times are in seconds."""
 
-    __slots__ = ("_decode", "_margin", "_per_token")
+    __slots__ = ("_decode", "_host", "_margin", "_per_token")
 
     def __init__(self) -> None:
         self._decode: tuple[int, float] | None = None  # rows and time of the last decode step
         self._per_token: deque[float] = deque(maxlen=REMEMBERED)
+        self._host = 0.0  # mean time to plan and launch a step of decode rows
         self._margin = LEAST_MARGIN
 
     def landed(self, rows: int, tokens: int, seconds: float) -> None:
@@ -36,8 +39,15 @@ class Pace:
         else:
             self._per_token.append(seconds / tokens)
 
-    def planned(self, *, late: bool) -> None:
-        """A plan was submitted; `late` if the device had nothing left to do by then."""
+    def planned(self, rows: int, tokens: int, seconds: float, *, late: bool) -> None:
+        """The host planned and launched a step within `seconds`.
+
+        `late` if the device had nothing left to do by then. Steps with prompts tell nothing: they
+        are planned as soon as a prompt comes, and launched while they already run.
+        """
+        if tokens > rows:
+            return
+        self._host += FORGETS * (seconds - self._host) if self._host else seconds
         margin = self._margin * (WIDER if late else NARROWER)
         self._margin = min(MOST_MARGIN, max(LEAST_MARGIN, margin))
 
@@ -49,7 +59,7 @@ class Pace:
         expected = self._decode_time(rows)
         if tokens > rows and self._per_token:
             expected = max(expected, min(self._per_token) * tokens)
-        wait = TRUST * expected - self._margin - elapsed
+        wait = TRUST * expected - self._host - self._margin - elapsed
         return wait if wait > LEAST_WAIT else 0.0
 
     def _decode_time(self, rows: int) -> float:

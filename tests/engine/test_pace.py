@@ -18,7 +18,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.types import SAMPLE, AddRequest, StepPlan, StepResult, TokenParams, WorkerInfo
 
 DECODE, A_TOKEN = 0.005, 25e-6  # seconds of a step, and more for each token of a prompt
-PLANNING = 0.0002
+PLANNING = 0.0012  # and launching
 
 
 class Clock:
@@ -130,11 +130,20 @@ def test_a_plan_that_came_too_late_widens_the_margin() -> None:
     pace.landed(8, 8, 0.010)
     early = pace.patience(8, 8, 0.0)
     for _ in range(30):
-        pace.planned(late=True)
+        pace.planned(8, 8, 0.0, late=True)
     assert early - pace.patience(8, 8, 0.0) == pytest.approx(MOST_MARGIN - LEAST_MARGIN)
     for _ in range(1000):
-        pace.planned(late=False)
+        pace.planned(8, 8, 0.0, late=False)
     assert pace.patience(8, 8, 0.0) == pytest.approx(early)
+
+
+def test_the_time_of_the_host_is_left_to_it() -> None:
+    pace = Pace()
+    pace.landed(8, 8, 0.010)
+    before = pace.patience(8, 8, 0.0)
+    pace.planned(8, 8, 0.002, late=False)
+    pace.planned(8, 520, 1.0, late=True)  # a prompt, which tells nothing
+    assert before - pace.patience(8, 8, 0.0) == pytest.approx(0.002)
 
 
 def test_nothing_is_known_nothing_is_waited_for() -> None:

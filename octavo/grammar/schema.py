@@ -19,8 +19,8 @@ MAX_NODES = 20_000  # schemas within a schema
 MAX_ENUM = 20_000  # values of all enums together
 MAX_COUNT = 100_000  # of items, properties or characters
 MAX_NUMBER = 2**63
-MAX_FACTOR = 10**15  # of multiples without limits of their own
-MAX_MULTIPLE = 10_000  # of multipleOf, with its decimals as whole digits
+MAX_FACTOR = 10**12  # of multiples without limits of their own
+MAX_MULTIPLE = 1000  # of multipleOf, with its decimals as whole digits
 
 Node: TypeAlias = Any  # a schema: an object or a boolean
 

@@ -22,7 +22,7 @@ from octavo.options import EngineArgs, ServerArgs
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import ROUTES
 from octavo.server.openapi import BODIES
-from octavo.server.refusals import CHAT_REFUSED, COMPLETION_REFUSED, Refusals
+from octavo.server.refusals import CHAT_REFUSED, COMPLETION_REFUSED, EMBEDDING_REFUSED, Refusals
 from octavo.server.responses import REFUSED as RESPONSES_REFUSED
 from octavo.server.triton import TRITON_REFUSED
 
@@ -30,6 +30,7 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 REFUSED: dict[str, Refusals] = {
     "/v1/chat/completions": CHAT_REFUSED,
     "/v1/completions": COMPLETION_REFUSED,
+    "/v1/embeddings": EMBEDDING_REFUSED,
     "/v1/responses": RESPONSES_REFUSED,
 }
 PYTHON = (
@@ -70,6 +71,9 @@ DIFFERS = (
     "The `nv_inference_*` counters count every sequence, whichever route asked for it; "
     "compute_input is the time of the prompt, compute_infer that of the answer.",
     "A request of `n` choices is `n` sequences in all counts.",
+    "A NUL may stand in the text of a `prompt` or `text_input`, and nowhere else.",
+    "`/v1/embeddings` takes `pooling` (last or mean) and `normalize` in the request. A text leaves "
+    "room for one token, which counts as generated in metrics and not in `usage`.",
     "Tools: `finish_reason` is `tool_calls` whenever all calls of an answer are complete, forced "
     "ones too; a call that was cut stays as far as it came, under `length`. `required` and a named "
     "function are written in the model's own form, kept to by a grammar. Without "

@@ -513,7 +513,9 @@ class Scheduler:
         special: list[tuple[Sequence, int]] = []
         broken: list[tuple[Sequence, str]] = []
         num_wanted = 0
-        for index, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+        # The rows of prompts are the last. Their tokens go out first: somebody waits for them most.
+        for index in reversed(range(len(tokens))):
+            sequence, token = step.sampled[index], tokens[index]
             if sequence.reason is not None:
                 continue
             if index in bad:

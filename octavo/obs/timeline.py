@@ -137,7 +137,7 @@ class Timelines:
     def __init__(self, size: int) -> None:
         self.size = size
         self._ring: deque[Timeline] = deque()
-        self._by_name: dict[str, Timeline] = {}
+        self._by_name: dict[tuple[str, str], Timeline] = {}  # and by tenant: nobody hides another's
         self._by_core_id: dict[str, Timeline] = {}
 
     def __len__(self) -> int:
@@ -148,21 +148,22 @@ class Timelines:
         self._ring.append(timeline)
         timeline.index = self._by_core_id
         for name in _names(timeline):
-            self._by_name[name] = timeline
+            self._by_name[timeline.tenant, name] = timeline
         while len(self._ring) > self.size:
             self._drop(self._ring.popleft())
 
     def _drop(self, old: Timeline) -> None:
         for name in _names(old):
-            if self._by_name.get(name) is old:
-                del self._by_name[name]
+            if self._by_name.get((old.tenant, name)) is old:
+                del self._by_name[old.tenant, name]
         for core_id in old.core_ids:
             self._by_core_id.pop(core_id, None)
 
     def find(self, name: str, viewer: Viewer) -> Timeline | None:
         """The latest request of that id which the viewer may see."""
-        found = self._by_name.get(name)
-        return found if found is not None and viewer.sees(found.tenant) else None
+        if not viewer.all:
+            return self._by_name.get((viewer.tenant, name))
+        return next((one for one in reversed(self._ring) if name in _names(one)), None)
 
     def body(self, timeline: Timeline, viewer: Viewer) -> dict[str, object]:
         """All that is known of a request, in words and milliseconds."""

@@ -64,6 +64,16 @@ async def test_a_tenant_sees_its_own() -> None:
     assert (await timeline(app, "own")).status == 401
 
 
+async def test_an_id_that_two_tenants_use_is_each_ones_own() -> None:
+    app = create_app(FakeEngine(), ServerSettings(keys=KEYS))
+    for name in ("crow", "heron"):
+        headers = {"Authorization": f"Bearer sk-{name}", "X-Request-Id": "same"}
+        body = {"prompt": "x", "max_tokens": 1}
+        await call(app, "POST", "/v1/completions", body, headers=headers)
+    for name, tenant in (("crow", "crow"), ("heron", "heron"), ("boss", "heron")):
+        assert (await timeline(app, "same", name)).json["tenant"] == tenant
+
+
 async def test_the_event_of_a_stream_is_there_if_asked_for() -> None:
     app = create_app(FakeEngine())
     plain = await complete(app, stream=True, max_tokens=4)

@@ -131,7 +131,8 @@ def _tagged(tags: StructuralTag, wanted: StructuredOutputs, marks: Marks) -> str
         trigger = _trigger(tags, tag.begin)
         schema = _ready(tag.schema, wanted, f"structural_tag, tag {tag.begin[:40]!r}")
         begin, end = marks.lark(tag.begin[len(trigger) :]), marks.lark(tag.end)
-        lines.append(f"tag_{index}: {begin} %json {json.dumps(schema)} {end}")
+        body = '"{}"' if _takes_nothing(tag.schema) else f"%json {json.dumps(schema)}"
+        lines.append(f"tag_{index}: {begin} {body} {end}")
         bodies.setdefault(trigger, []).append(f"tag_{index}")
     for index, (trigger, names) in enumerate(bodies.items()):
         if not tags.free_text:
@@ -146,6 +147,15 @@ def _tagged(tags: StructuralTag, wanted: StructuredOutputs, marks: Marks) -> str
     if tags.free_text:
         lines += ["tail: TEXT", r"TEXT: /(.|\n)*/"]
     return "\n".join([f"start: {start}", *lines])
+
+
+def _takes_nothing(schema: object) -> bool:
+    """True for an object that can have no property; it is written without any white space."""
+    if not isinstance(schema, dict):
+        return False
+    open_to = (schema.get("properties"), schema.get("patternProperties"), schema.get("required"))
+    closed = schema.get("type") == "object" and schema.get("additionalProperties") is False
+    return closed and not any(open_to)
 
 
 def _order_of_tags(tags: StructuralTag, any_tag: str, separator: str) -> str:

@@ -87,6 +87,13 @@ def test_random_schemas(compiler: GrammarCompiler, grammars: Grammars, _: int) -
     assert longest_blank(text) <= 25, f"seed {seed}: {text!r}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_random_schemas(compiler: GrammarCompiler, grammars: Grammars, part: int) -> None:
+    for _ in range(100):
+        test_random_schemas(compiler, grammars, part)
+
+
 def test_a_schema_without_limits_bounds_numbers_and_blanks(
     compiler: GrammarCompiler, grammars: Grammars
 ) -> None:

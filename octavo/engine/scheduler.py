@@ -574,6 +574,8 @@ class Scheduler:
             self.suspects.remove(sequence)
         if sequence.slot < 0:
             self.waiting.remove(sequence)
+            if self.tracer is not None:
+                self.tracer.left(sequence)
             return
         self._stop_running(sequence)
         if self.columns.in_flight[sequence.slot]:

@@ -92,16 +92,24 @@ class Tracer:
 
     def entered(self, sequence: Sequence, num_hit: int) -> None:
         """It has left the queue for a slot, with `num_hit` blocks of its prompt found."""
-        wait, now = sequence.wait, self._now
-        sequence.wait = None
-        if wait is not None:
-            head, at_head = wait.head_since or now, wait.at_head or self._totals
-            own = [total - then for total, then in zip(self._totals, at_head, strict=True)]
-            ahead = [total - then for total, then in zip(at_head, wait.before, strict=True)]
-            values = (wait.since, head - wait.since, *own, *ahead)
-            self._add(sequence, TraceEvent("queue", now, values))
+        self.left(sequence)
         if not sequence.preemptions:
             self._add(sequence, self._prefix(sequence, num_hit))
+
+    def left(self, sequence: Sequence) -> None:
+        """It has left the queue, for a slot or because it has ended."""
+        wait, now = sequence.wait, self._now
+        sequence.wait = None
+        if wait is None:
+            return
+        if not wait.since:  # no plan has seen it: there is nothing to tell
+            self._new.remove(sequence)
+            return
+        head, at_head = wait.head_since or now, wait.at_head or self._totals
+        own = [total - then for total, then in zip(self._totals, at_head, strict=True)]
+        ahead = [total - then for total, then in zip(at_head, wait.before, strict=True)]
+        values = (wait.since, head - wait.since, *own, *ahead)
+        self._add(sequence, TraceEvent("queue", now, values))
 
     # -- steps --
 

@@ -90,6 +90,8 @@ class Timeline:
                 shown["prefill"] = max(0.0, min(tokens) - min(first))
                 last = max(times.last_token for times in self.sequences)
                 shown["decode"] = max(0.0, last - min(tokens))
+        elif self.finished and self.sequences:  # it ended in the queue
+            shown["queue"] = max(0.0, self.finished - self.prepared)
         shown["detokenize"] = self.detokenize
         shown["write"] = self.write
         shown["flush"] = self.flush

@@ -40,7 +40,7 @@ class Bench:
         self.now += 1.0
         return self.now
 
-    def ask(self, ids: list[int], answer: int = 2, **fields: str) -> str:
+    def ask(self, ids: list[int], answer: int = 2, **fields: object) -> str:
         id = f"r{len(self.told)}"
         self.told[id] = []
         params = TokenParams(answer, min_tokens=answer, seed=len(self.told))
@@ -79,6 +79,21 @@ def test_who_waits_for_a_seat_and_who_for_the_one_before() -> None:
         assert pages == budget == 0
         assert since + behind + sequences == pytest.approx(bench.one(id, "queue").at)
         assert (lacks[len(LACKS)] > 0) == order  # the one ahead lacked a seat
+
+
+def test_who_expires_in_the_queue_has_waited_for_something_too() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.ask(some(6), 30)
+    late, unseen = bench.ask(some(6), 4, deadline=bench.now + 9.5), bench.ask(some(6), 4)
+    bench.core.abort([unseen])
+    bench.finish()
+    _, _, sequences, pages, budget, *_ = bench.one(late, "queue").values
+    assert sequences > 5
+    assert pages == budget == 0
+    assert not [event for event in bench.told[late] if event.kind in ("prefix", "chunk")]
+    assert bench.one(unseen, "queue").values[1:] == (0,) * 7
+    assert bench.scheduler.tracer is not None
+    assert not bench.scheduler.tracer._new
 
 
 def test_waits_for_pages_and_for_budget_are_told_apart() -> None:

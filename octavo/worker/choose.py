@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.grammar.matcher import Words
 from octavo.kernels.ops import SampleRows
-from octavo.sampling.logprobs import token_logprobs
+from octavo.sampling.logprobs import Want, token_logprobs
 from octavo.sampling.masks import allows_only, apply_masks
 from octavo.sampling.processors import NO_TOKEN, RowRules, process
 from octavo.types import TokenLogprobs
@@ -60,6 +60,14 @@ class Chooser(Protocol):
 
     def choose(self, logits: Tensor | Drawn, rows: StepRows) -> Choice:
         """Logits f32[S, V], which may be changed, of a plan's sampled rows."""
+
+    def prompt_logprobs(
+        self, logits: Tensor, targets: list[int], want: Want
+    ) -> tuple[list[TokenLogprobs], bool]:
+        """Log-probs of `targets` at the positions of f32[n, V]; True if logits were not finite.
+
+        Writes zeros over those that were not.
+        """
 
 
 class Made:
@@ -111,6 +119,15 @@ class HostChooser:
         tokens = self._sample(logits, slots.settings(chosen, positions)).numpy()
         slots.sampled(chosen, tokens)
         return Made((tokens, {}, bad))
+
+    def prompt_logprobs(
+        self, logits: Tensor, targets: list[int], want: Want
+    ) -> tuple[list[TokenLogprobs], bool]:
+        """See `Chooser`."""
+        broken = not_finite(logits)
+        if broken:
+            logits[broken] = 0.0
+        return token_logprobs(logits, targets, [want] * len(targets)), bool(broken)
 
     def _choose_slowly(
         self, logits: Tensor, chosen: Ints, positions: NDArray[np.int64], bad: dict[int, str]

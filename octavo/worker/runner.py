@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from octavo.forward import ForwardBatch
-from octavo.sampling.logprobs import token_logprobs
 from octavo.types import POOL, PROMPT_LOGPROBS, StepPlan, StepResult, TokenLogprobs
 from octavo.worker.buffers import Inputs, StepRows, StepSize, read_rows
 from octavo.worker.choose import Choice, Chooser, Drawn, not_finite
@@ -183,10 +182,9 @@ class Runner:
         results: list[TokenLogprobs] = []
         for low in range(0, len(targets), _PROMPT_ROWS):
             part = targets[low : low + _PROMPT_ROWS]
-            logits = self._model.logits(hidden[low : low + len(part)]).cpu()
-            broken = not_finite(logits)
+            logits = self._model.logits(hidden[low : low + len(part)])
+            found, broken = self._chooser.prompt_logprobs(logits, part, asked.want)
             if broken:
                 self._slots.poison(slot)
-                logits[broken] = 0.0
-            results += token_logprobs(logits, part, [asked.want] * len(part))
+            results += found
         return results

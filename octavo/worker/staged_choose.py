@@ -21,9 +21,10 @@ from octavo.device.base import Device, Event
 from octavo.kernels import slots as slots_kernels
 from octavo.kernels.ops import SampleRows
 from octavo.kernels.slots import SlotOps
-from octavo.sampling.logprobs import LogprobTensors, launch_logprobs, read_logprobs
+from octavo.sampling.logprobs import LogprobTensors, Want, launch_logprobs, read_logprobs
 from octavo.sampling.masks import apply_masks
 from octavo.sampling.processors import NO_TOKEN, RowRules, process
+from octavo.types import TokenLogprobs
 from octavo.worker.buffers import StepRows
 from octavo.worker.choose import (
     NOT_FINITE,
@@ -152,6 +153,16 @@ class StagedChooser:
             return self._choose_slowly(logits, rows, special)
         self.draw(logits, filtered=filtered)
         return self._send(len(rows.sampled))
+
+    def prompt_logprobs(
+        self, logits: Tensor, targets: list[int], want: Want
+    ) -> tuple[list[TokenLogprobs], bool]:
+        """See `Chooser`. All but the records is made on the device."""
+        broken = torch.isfinite(logits).all(dim=1).logical_not_()
+        logits.masked_fill_(broken.unsqueeze(1), 0.0)
+        tokens = torch.tensor(targets, dtype=torch.int32, device=logits.device)
+        found = launch_logprobs(logits, tokens, [want] * len(targets)).fetched(Tensor.cpu)
+        return read_logprobs(found), bool(broken.any())
 
     def draw(self, logits: Tensor, *, filtered: bool = False) -> Tensor:
         """Tokens of f32[n, V], by the settings of the first n sampled rows; notes them."""

@@ -99,7 +99,7 @@ def _reason(error: str) -> str:
     if "NoExtension" in shown:
         return "it allows no answer at all; make it wider"
     shown = shown.partition("; following special tokens")[0][:240] or "unknown error"
-    return f"it cannot be enforced: {shown.rstrip('. ')}"
+    return f"it cannot be enforced; mend what is named here: {shown.rstrip('. ')}"
 
 
 def main() -> int:

@@ -98,6 +98,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 def test_pickles_and_noise_on_the_sockets_are_not_run(locked: Box, tmp_path: Path) -> None:
     """Only this user can write there; what is no record ends the core, and a new one serves."""
     target = tmp_path / "ran"

@@ -111,7 +111,7 @@ class GrammarCompiler:
             if verdict is None:
                 return None
             self._known.move_to_end(key)
-        return _form(verdict)
+        return _form(verdict, wanted)
 
     def submit(self, wanted: StructuredOutputs) -> Future[Form]:
         """As `compile`, in a thread of its own. Raises Overloaded if too many wait already."""
@@ -140,7 +140,7 @@ class GrammarCompiler:
         line = _written(wanted)
         verdict = self._judge(line)
         self._remember(line, verdict)
-        return _form(verdict)
+        return _form(verdict, wanted)
 
     def _judge(self, line: bytes) -> Verdict:
         with self._places:
@@ -186,9 +186,13 @@ def _written(wanted: StructuredOutputs) -> bytes:
         raise InvalidRequest(f"{PARAM}: it is no JSON: {str(error)[:200]}.", PARAM) from None
 
 
-def _form(verdict: Verdict) -> Form:
+def _form(verdict: Verdict, wanted: StructuredOutputs) -> Form:
     if verdict.form is None:
-        raise InvalidRequest(f"{PARAM}.{verdict.error}.", PARAM)
+        error = verdict.error
+        if error.startswith("it "):  # nobody was there to say which field
+            given = msgspec.structs.asdict(wanted).items()
+            error = f"{next(name for name, value in given if value is not None)}: {error}"
+        raise InvalidRequest(f"{PARAM}.{error}.", PARAM)
     return verdict.form
 
 

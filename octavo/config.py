@@ -7,7 +7,7 @@ Not for: reading variables of the environment, which `options.py` alone does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Policy: TypeAlias = Literal["fcfs", "priority", "fair"]
@@ -65,4 +65,5 @@ class WorkerConfig:
     cache_dir: str | None = None  # of built kernels; None: ~/.cache/octavo
     seed: int = 0  # of dummy weights
     hf_overrides: tuple[tuple[str, object], ...] = ()
-    vocabulary: Vocabulary | None = None  # for grammars; None: no request has one
+    # For grammars; None: no request has one.
+    vocabulary: Vocabulary | None = field(default=None, repr=False)

@@ -23,7 +23,7 @@ from octavo.server.stream import PIECES_KEY
 
 # Counted by /load while they last.
 GENERATING = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/invocations"}
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/invocations"}
 )
 GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
 # Asked for all the time and telling nothing: left out of the HTTP metrics.

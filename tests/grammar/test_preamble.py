@@ -9,12 +9,13 @@ import pytest
 from octavo.errors import InvalidRequest
 from octavo.grammar.forms import form_of
 from octavo.grammar.request import Preamble, StructuralTag, StructuredOutputs, Tag
-from octavo.grammar.vocabulary import new_matcher, open_vocabulary, vocabulary_of
+from octavo.grammar.vocabulary import new_matcher, open_vocabulary, special_texts, vocabulary_of
 from tests.text.samples import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
 VOCABULARY = vocabulary_of(TOKENIZER)
 OPENED = open_vocabulary(VOCABULARY)
+SPECIAL = special_texts(VOCABULARY)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMS: list[dict[str, Any]] = [
     {"json": SCHEMA},
@@ -26,7 +27,7 @@ FORMS: list[dict[str, Any]] = [
 
 def follows(wanted: StructuredOutputs, text: str) -> bool:
     """True if the grammar takes all of the text and may end there."""
-    matcher = new_matcher(OPENED, form_of(wanted, VOCABULARY.special_texts()).text)
+    matcher = new_matcher(OPENED, form_of(wanted, SPECIAL).text)
     assert not matcher.is_error(), matcher.get_error()
     ids = TOKENIZER.encode_plain(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -48,10 +49,10 @@ def test_the_form_holds_after_the_thought(form: dict[str, Any]) -> None:
 
 
 def test_marks_may_be_special_tokens() -> None:
-    wanted = StructuredOutputs(choice=["yes"], preamble=Preamble(end="<|im_end|>"))
-    matcher = new_matcher(OPENED, form_of(wanted, VOCABULARY.special_texts()).text)
+    wanted = StructuredOutputs(choice=["yes"], preamble=Preamble(end="<|im_start|>"))
+    matcher = new_matcher(OPENED, form_of(wanted, SPECIAL).text)
     assert not matcher.is_error(), matcher.get_error()
-    ids = [*TOKENIZER.encode_plain("Hm."), 2, *TOKENIZER.encode_plain("yes")]
+    ids = [*TOKENIZER.encode_plain("Hm."), 1, *TOKENIZER.encode_plain("yes")]
     assert matcher.try_consume_tokens(ids) == len(ids)
     assert matcher.is_accepting()
 

@@ -47,11 +47,14 @@ async def test_only_the_longest_texts_go_there() -> None:
 
     tokenizer.send_long_texts(elsewhere)
     short, long = long_text(20_000), long_text(PROCESS_FROM)
-    for special in (True, False):
-        for text in (short, long, "<|im_start|>" + long):
-            assert await tokenizer.encode_async(text, special) == tokenizer.encode(text, special)
-    assert asked == [long, "<|im_start|>" + long] * 2
-    assert isinstance(await tokenizer.encode_packed(long), array)
+    assert await tokenizer.encode_async(short) == tokenizer.encode(short)
+    ids = await tokenizer.encode_async(long)
+    assert isinstance(ids, list)
+    assert ids == tokenizer.encode(long)
+    packed = await tokenizer.encode_packed("<|im_start|>" + long)
+    assert isinstance(packed, array)
+    assert packed[:1].tolist() == [1] != packed[1:2].tolist()  # not twice
+    assert asked == [long, "<|im_start|>" + long]
 
 
 async def test_a_lost_process_fails_one_text() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.kernels.cpu.binding import load
 from octavo.kernels.flashinfer import HEADS, Module, spec_of
 from octavo.options import EngineArgs, cache_dir
@@ -30,10 +30,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that can be built."""
+    """Something that can be built, or the reason why not."""
 
     name: str
     spec: Any = None  # FlashInfer's; None is the CPU's library
+    refusal: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +69,17 @@ def _items(args: argparse.Namespace) -> Iterator[Item]:
     windows = (False, True) if args.window else (False,)
     caps = (False, True) if args.soft_cap else (False,)
     for window, cap in product(windows, caps):
-        spec = spec_of(Module(DTYPES[args.dtype], args.head_dim, window, cap))
+        try:
+            spec = spec_of(Module(DTYPES[args.dtype], args.head_dim, window, cap))
+        except ConfigError as error:
+            yield Item("flashinfer", refusal=error.message.removeprefix("flashinfer: "))
+            return
         yield Item(f"flashinfer {spec.name}", spec)
 
 
 def _state(item: Item) -> str:
+    if item.refusal:
+        return f"cannot be built: {item.refusal}"
     if item.spec is None:
         return "built when first used, and by `octavo kernels build`"
     return "built" if item.spec.is_compiled else "not built"
@@ -80,6 +87,8 @@ def _state(item: Item) -> str:
 
 def _build(item: Item) -> tuple[str, bool]:
     """(what became of it, whether it is there now)."""
+    if item.refusal:
+        return _state(item), False
     started = time.monotonic()
     try:
         if item.spec is None:
@@ -93,5 +102,5 @@ def _build(item: Item) -> tuple[str, bool]:
             item.spec.build()
     except (OctavoError, RuntimeError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"cannot be built: {lines[0]}", False
+        return f"cannot be built: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}", False
     return f"built in {time.monotonic() - started:.0f} s", True

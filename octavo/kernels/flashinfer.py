@@ -29,13 +29,14 @@ class Module:
 def spec_of(module: Module) -> Any:
     """FlashInfer's own description: it has `name`, `is_compiled` and `build()`.
 
-    Raises ConfigError if FlashInfer cannot be imported.
+    Raises ConfigError if FlashInfer cannot be imported, or makes nothing for this machine.
     """
+    kind = (module.dtype, module.dtype, module.dtype, torch.int32)
     try:
         attention = importlib.import_module("flashinfer.jit.attention")
+        return attention.gen_batch_prefill_module(
+            "fa3", *kind, module.head_dim, module.head_dim, 0, module.window, module.soft_cap, False
+        )
     except (ImportError, OSError, RuntimeError) as error:
-        raise ConfigError(f"flashinfer cannot be imported: {error}", "attention_backend") from None
-    kind = (module.dtype, module.dtype, module.dtype, torch.int32)
-    return attention.gen_batch_prefill_module(
-        "fa3", *kind, module.head_dim, module.head_dim, 0, module.window, module.soft_cap, False
-    )
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"flashinfer: {reason}", "attention_backend") from None

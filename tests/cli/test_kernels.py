@@ -16,7 +16,7 @@ class Spec:
 
     def build(self) -> None:
         if self.broken:
-            raise RuntimeError("Could not find nvcc\nmore")
+            raise RuntimeError("Ninja failed:\nmore\nno nvcc\n")
         self.is_compiled = True
 
 
@@ -32,10 +32,20 @@ def test_build_and_list(
     built = capsys.readouterr().out
     assert main(["kernels", "list"]) == 0
     if broken:
-        assert built == "flashinfer x: cannot be built: Could not find nvcc\n"
+        assert built == "flashinfer x: cannot be built: Ninja failed: ... no nvcc\n"
     else:
         assert built == "flashinfer x: built in 0 s\n"
         assert capsys.readouterr().out == "flashinfer x: built\n"
+
+
+def test_what_a_machine_cannot_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item = kernels.Item("flashinfer", refusal="no GPU")
+    monkeypatch.setattr(kernels, "_items", lambda _: [item])
+    assert main(["kernels", "list"]) == 0
+    assert main(["kernels", "build"]) == 1
+    assert capsys.readouterr().out == "flashinfer: cannot be built: no GPU\n" * 2
 
 
 def test_without_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:

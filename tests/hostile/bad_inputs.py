@@ -13,6 +13,7 @@ from tests.server import test_bad_input as tables
 CHAT, COMPLETIONS = tables.CHAT, tables.COMPLETIONS
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 GENERATE, INFER = "/v2/models/{model}/generate", "/v2/models/{model}/infer"
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 USER = tables.USER
 
 Entry = tuple[str, str, dict[str, Any]]
@@ -171,4 +172,44 @@ KSERVE: list[Entry] = [
     (INFER, "datatype", text_tensor(datatype="OBJECT")),
     (INFER, "text_in", text_tensor(name="text_in")),
 ]
-ENTRIES = MESSAGES + TEMPLATES + CODE + TOKENS + KSERVE
+OTHERS: list[Entry] = [
+    (RESPONSES, "input", {}),
+    (RESPONSES, "input", {"input": 5}),
+    (RESPONSES, "input", {"input": []}),
+    (RESPONSES, "input[0]", {"input": [5]}),
+    (RESPONSES, "input[0]", {"input": [{"role": "king", "content": "x"}]}),
+    (RESPONSES, "input[0]", {"input": [{"type": "message", "role": "user", "content": None}]}),
+    (RESPONSES, "input[0]", {"input": [{"type": "computer_call", "id": "a"}]}),
+    (
+        RESPONSES,
+        "input[0].content[0]",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}
+            ]
+        },
+    ),
+    (RESPONSES, "instructions", {"input": "x", "instructions": 5}),
+    (RESPONSES, "max_output_tokens", {"input": "x", "max_output_tokens": -1}),
+    (RESPONSES, "max_output_tokens", {"input": "x", "max_output_tokens": "5"}),
+    (RESPONSES, "temperature", {"input": "x", "temperature": -1}),
+    (RESPONSES, "previous_response_id", {"input": "x", "previous_response_id": "resp_1"}),
+    (RESPONSES, "background", {"input": "x", "background": True}),
+    (RESPONSES, "tools", {"input": "x", "tools": [{"type": "web_search"}]}),
+    (RESPONSES, "tool_choice", {"input": "x", "tool_choice": "required"}),
+    (RESPONSES, "inputs", {"input": "x", "inputs": 1}),
+    (EMBEDDINGS, "input", {}),
+    (EMBEDDINGS, "input", {"input": []}),
+    (EMBEDDINGS, "input", {"input": ""}),
+    (EMBEDDINGS, "input", {"input": 5}),
+    (EMBEDDINGS, "input", {"input": [10**9]}),
+    (EMBEDDINGS, "input", {"input": [-1]}),
+    (EMBEDDINGS, "input", {"input": ["x", 5]}),
+    (EMBEDDINGS, "input", {"input": [[]]}),
+    (EMBEDDINGS, "input", {"input": ["x"] * 5000}),
+    (EMBEDDINGS, "input", {"input": "owl " * 5000}),
+    (EMBEDDINGS, "encoding_format", {"input": "x", "encoding_format": "hex"}),
+    (EMBEDDINGS, "dimensions", {"input": "x", "dimensions": 7}),
+    (EMBEDDINGS, "dimensions", {"input": "x", "dimensions": -1}),
+]
+ENTRIES = MESSAGES + TEMPLATES + CODE + TOKENS + KSERVE + OTHERS

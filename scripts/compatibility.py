@@ -144,7 +144,8 @@ def _routes() -> list[str]:
 def _fields() -> list[str]:
     parts = ["## Request fields"]
     for path, record in BODIES.items():
-        names = ", ".join(_code(name) for name in sorted(record.__struct_fields__))
+        known = set(record.__struct_fields__) - REFUSED.get(path, {}).keys()
+        names = ", ".join(_code(name) for name in sorted(known))
         parts.append(f"### Fields of `{path}` that work\n\n{names}")
         if path in REFUSED:
             parts.append(_refused_fields(path, REFUSED[path]))

@@ -51,6 +51,7 @@ _COMMON: Refusals = {
     "lora_path": ((), "adapters are not supported yet; leave it out"),
 }
 _CHAT: Refusals = {
+    "add_special_tokens": ((False,), "the chat template writes them itself; leave it out"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "documents": (([],), "put documents into the messages"),

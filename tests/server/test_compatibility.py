@@ -119,7 +119,7 @@ async def test_fields_that_work_are_known(path: str) -> None:
     app = create_app(FakeEngine(), ServerSettings(trust_request_chat_template=True))
     types = {one.encode_name: one.type for one in msgspec.inspect.type_info(BODIES[path]).fields}
     names = [bare(name) for name in section(f"Fields of `{path}` that work").strip().split(", ")]
-    assert set(names) == set(types)
+    assert set(names) == set(types) - module().REFUSED.get(path, {}).keys()
     taken = 0
     for name in names:
         least = LEAST.get(path, {})

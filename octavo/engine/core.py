@@ -55,7 +55,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
-        self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and when submitted
+        self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and since when
         self._last_landing = 0.0
         self._pace = Pace() if scheduler.config.lookahead else None
 
@@ -88,12 +88,12 @@ class EngineCore:
             plan = self._scheduler.plan(began)
             if plan is None:
                 break
-            handle, submitted = self._submit(plan), self._clock()
+            handle = self._submit(plan)
             if self._pace is not None and self._in_flight:
                 late = self._in_flight[-1][1].done()
-                seconds = submitted - began
+                seconds = self._clock() - began
                 self._pace.planned(plan.num_rows, plan.num_tokens, seconds, late=late)
-            self._in_flight.append((plan, handle, submitted))
+            self._in_flight.append((plan, handle, began))
         if self._in_flight:
             return self._land()
         return self._scheduler.report() if self._scheduler.has_news else None
@@ -106,10 +106,10 @@ class EngineCore:
         scheduler = self._scheduler
         if self._pace is None or len(self._in_flight) != 1 or scheduler.waiting:
             return 0.0
-        plan, handle, submitted = self._in_flight[0]
+        plan, handle, began = self._in_flight[0]
         if handle.done():
             return 0.0
-        elapsed = self._clock() - max(submitted, self._last_landing)
+        elapsed = self._clock() - max(began, self._last_landing)
         return self._pace.patience(plan.num_rows, plan.num_tokens, elapsed)
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class EngineCore:
             return FailedStep(error)
 
     def _land(self) -> StepOutputs:
-        plan, handle, submitted = self._in_flight.popleft()
+        plan, handle, began = self._in_flight.popleft()
         try:
             result = handle.result()
         except Exception as error:
             return self._recover(error)
         now = self._clock()
         # Overlapping steps share the time: each counts from where the one before it ended.
-        seconds = now - max(submitted, self._last_landing)
+        seconds = now - max(began, self._last_landing)
         self._last_landing = now
         if self._pace is not None:
             self._pace.landed(plan.num_rows, plan.num_tokens, seconds)

@@ -209,5 +209,10 @@ def ladder(largest: int) -> list[int]:
 
 
 def token_ladder(largest: int) -> list[int]:
-    """Tokens of steps with prompts to capture, within `largest` and what graphs are worth."""
-    return [size for size in (64, 128, 192, 256, 384, 512, 768, 1024) if size <= largest]
+    """Tokens of steps with prompts to capture, within `largest` and what graphs are worth.
+
+    The steps are small because idle tokens cost what others do. 544 is for a prompt of 512 tokens,
+    a size that people like, with decode rows beside it.
+    """
+    sizes = {*range(64, 1025, 64), 544}
+    return sorted(size for size in sizes if size <= largest)

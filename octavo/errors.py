@@ -21,7 +21,6 @@ Not for: internal invariants, which are plain asserts. Next file: `types.py`.
 
 from __future__ import annotations
 
-
 # What the worker says of a request that forbids every token; it is the caller's to mend.
 NO_TOKEN = (
     "no token can be chosen: structured_outputs, allowed_token_ids, bad_words, min_tokens, "

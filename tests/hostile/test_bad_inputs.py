@@ -25,7 +25,8 @@ from tests.server.fake_engine import FakeEngine
 REMEDY = re.compile(
     r"\b(use|send|mend|yourself|must|expected|leave|at most|did you mean|only|allow|shorten|"
     r"lists all|name|set|known (are|is)|goes? with|does not go with|mixes|is read|are read|missing|"
-    r"takes|inside|each text has|choose|put|give|is off|are off|unknown field|unset|there is no|are \d+ to)\b",
+    r"takes|inside|each text has|choose|put|give|is off|are off|unknown field|"
+    r"unset|there is no|are \d+ to)\b",
     re.IGNORECASE,
 )
 

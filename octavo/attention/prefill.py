@@ -19,6 +19,7 @@ from octavo.forward import ForwardBatch, KVCache
 from octavo.kernels.triton import attention_tiles as tiles
 from octavo.kernels.triton.attention_decode import Heads, Tile
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count, varlen
+from octavo.kernels.triton.launch import gpu_of
 
 GLUON = "3.6"  # of Triton: the language of `attention_hopper.py` changes from version to version
 TRIAL_ERROR = 1e-2  # relative, by norm: what bf16 explains
@@ -75,14 +76,14 @@ class TritonPrefill:
         """Lists tiles on the device, in one launch."""
         group = need.num_heads // need.num_kv_heads
         rows, tile = tiles.varlen_tile(need.head_dim, need.cache_dtype.itemsize, group, batch.max_q)
-        counter = self._hopper(need, batch.max_q)
+        counter = self._hopper(need, batch, first)
         if counter is not None:
             rows = tiles.HOPPER_ROWS
         indptr = batch.q_indptr[first:]
         count = tile_count(batch.num_tokens - first, batch.num_rows - first, rows, group)
-        tile_list = torch.empty(count, dtype=torch.int32, device=indptr.device)
-        list_tiles(indptr, tile_list, tile_rows=rows, group=group)
+        tile_list = torch.empty(2, count, dtype=torch.int32, device=indptr.device)
         queries = Queries(indptr, batch.kv_lens[first:], batch.block_table[first:], tile_list)
+        list_tiles(queries, tile_rows=rows, group=group)
         return TritonRows(queries, rows, tile, counter)
 
     def run(
@@ -104,14 +105,18 @@ class TritonPrefill:
         else:
             varlen(q, keys, values, queries, heads, planned.tile_rows, planned.tile, out)
 
-    def _hopper(self, need: AttentionNeed, longest: int) -> Tensor | None:
-        """The counter of the kernel for Hopper, if that serves rows of up to `longest` queries."""
+    def _hopper(self, need: AttentionNeed, batch: ForwardBatch, first: int) -> Tensor | None:
+        """The counter of the kernel for Hopper, if that one serves the rows from `first` on."""
         device = torch.device(need.device)
-        if longest < tiles.HOPPER or not triton.__version__.startswith(GLUON):
+        group = need.num_heads // need.num_kv_heads
+        if group > tiles.HOPPER_ROWS or not triton.__version__.startswith(GLUON):
+            return None
+        units = need.num_kv_heads * (batch.num_tokens - first) * group // tiles.HOPPER_ROWS
+        processors = gpu_of(device).processors
+        if not tiles.is_for_hopper(units, batch.max_q, batch.max_kv, processors):
             return None
         from octavo.kernels.triton.attention_hopper import can_serve
 
-        group = need.num_heads // need.num_kv_heads
         if not can_serve(device, need.dtype, need.cache_dtype, need.head_dim, group):
             return None
         if self._counter is None:

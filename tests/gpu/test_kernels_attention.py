@@ -16,8 +16,10 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
+from octavo.attention.prefill import TritonRows
 from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
 from octavo.kernels.triton import attention_tiles as tiles
+from octavo.kernels.triton.launch import gpu_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -180,6 +182,32 @@ def test_windows_in_a_list_of_pieces(
 @pytest.mark.parametrize("changes", CASES)
 def test_prefill(device: torch.device, changes: dict[str, object]) -> None:
     check(make_need(device, **changes), [70, 2, 33], [70, 50, 100], None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 128},
+        {"head_dim": 64, "dtype": F16, "cache_dtype": F16, "block_size": 32},
+        {"head_dim": 128, "block_size": 128, "num_heads": 4, "num_kv_heads": 4},
+        {"head_dim": 64, "block_size": 64, "num_heads": 32, "num_kv_heads": 1, "sinks": True},
+        {"head_dim": 128, "window": 100, "soft_cap": 3.0},
+        {"head_dim": 64, "window": 1000, "sinks": True, "scale": 3.0},
+    ],
+)
+def test_long_rows(device: torch.device, changes: dict[str, object]) -> None:
+    """Those that the kernel for Hopper serves: chunks at any place, and rows of decodes before."""
+    if device.type != "cuda" or not gpu_of(device).hopper:
+        pytest.skip("no Hopper GPU")
+    need = make_need(device, **changes)
+    backend = TritonAttention()
+    q_lens, kv_lens = [1, 70, 2, 600, 129], [500, 2101, 60, 600, 333]
+    batch = make_batch(need, backend, q_lens, kv_lens)
+    rows = backend.plan(batch).prefill
+    assert isinstance(rows, TritonRows)
+    assert rows.counter is not None
+    for _ in range(3):
+        check(need, q_lens, kv_lens, None)
 
 
 @pytest.mark.parametrize("changes", [{}, {"cache_dtype": E4M3}, {"window": 9}])

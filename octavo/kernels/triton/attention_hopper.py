@@ -23,10 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton.attention_decode import Heads
 from octavo.kernels.triton.attention_varlen import Queries
-from octavo.kernels.triton.launch import gpu_of
+from octavo.kernels.triton.launch import gpu_of, pdl
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
@@ -41,17 +42,17 @@ def _tile_of(
     index, table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles,
     G: gl.constexpr, K: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What unit `index` of the grid's work is: the last tiles, which see most keys, come first."""
+    """What unit `index` of the grid's work is; 0 blocks if there is none."""
     head = index % K
-    tile = num_tiles - 1 - index // K
+    tile = gl.minimum(index // K, num_tiles - 1)
     row = gl.load(tiles_ptr + tile)
-    exists = row >= 0
+    first = gl.load(tiles_ptr + num_tiles + tile)
+    exists = (row >= 0) & (index < num_tiles * K)
     row = gl.maximum(row, 0)
     TOKENS: gl.constexpr = 2 * HALF // G
     q_start = gl.load(indptr_ptr + row)
     q_len = gl.load(indptr_ptr + row + 1) - q_start
     length = gl.load(lens_ptr + row)
-    first = (tile - (q_start - gl.load(indptr_ptr)) // TOKENS - row) * TOKENS
     position = length - q_len + first  # of the tile's first token
     stop = gl.minimum(length, position + TOKENS)
     top = (stop - 1) // BN
@@ -70,9 +71,23 @@ def _take(counter_ptr):
 
 
 @gluon.jit
-def _read(slot):
-    """The number that the producer left for the warpgroups."""
-    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _tell(slots, head, token, token_end, position, stop, top, blocks):
+    """Leaves a tile for the warpgroups; 0 blocks is the end of the work."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slots.index(0).store(gl.full([1], blocks, gl.int32, LAYOUT))
+    slots.index(1).store(gl.full([1], head, gl.int32, LAYOUT))
+    slots.index(2).store(gl.full([1], token, gl.int32, LAYOUT))
+    slots.index(3).store(gl.full([1], token_end, gl.int32, LAYOUT))
+    slots.index(4).store(gl.full([1], position, gl.int32, LAYOUT))
+    slots.index(5).store(gl.full([1], stop, gl.int32, LAYOUT))
+    slots.index(6).store(gl.full([1], top, gl.int32, LAYOUT))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _told(slots, index: gl.constexpr):
+    """One number of what `_tell` left."""
+    return gl.max(slots.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -110,56 +125,63 @@ def _copy_cells(
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, slot, q_full, q_empty, full, empty,
+    q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, slots, q_full, q_empty, full, empty,
     table_ptr, indptr_ptr, lens_ptr, tiles_ptr, counter_ptr, table_stride, num_tiles,
     G: gl.constexpr, K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BN: gl.constexpr,
-    WINDOW: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    WINDOW: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One warp: takes units and copies what they need, as soon as there is room for it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    units = num_tiles * K
-    unit = gl.program_id(0)
+    if PDL:
+        gdc_wait()
+    head, row, token, token_end, position, stop, top, blocks = _tile_of(
+        gl.program_id(0), table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles,
+        G, K, BN, WINDOW,
+    )  # fmt: skip
     done = 0
     served = 0
-    while unit < units:
-        head, row, token, _end, _position, stop, top, blocks = _tile_of(
-            unit, table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles,
-            G, K, BN, WINDOW,
-        )  # fmt: skip
-        if blocks > 0:
-            for half in gl.static_range(2):
-                mbarrier.wait(q_empty.index(half), (served & 1) ^ 1)
-            slot.store(gl.full([1], unit, gl.int32, LAYOUT))
-            gl.thread_barrier()
-            for half in gl.static_range(2):
-                _copy_queries(q_desc, q_buf, q_full, half, token + half * (HALF // G), head, G, D)
-            served += 1
-            row_table = table_ptr + row.to(gl.int64) * table_stride
-            last_page = (stop - 1) // P
-            # Step n of a tile needs the keys of its block n and the values of block n - 1.
-            for n in range(blocks + 1):
-                stage = (done + n) % STAGES
-                arrived = full.index(stage)
-                mbarrier.wait(empty.index(stage), (((done + n) // STAGES) & 1) ^ 1)
-                both = (n > 0) & (n < blocks)
-                mbarrier.expect(arrived, BN * D * 4, pred=both)
-                mbarrier.expect(arrived, BN * D * 2, pred=both == 0)
-                if n < blocks:
-                    _copy_cells(
-                        k_desc, k_buf.index(stage), arrived, (top - n) * BN,
-                        row_table, last_page, head, K, D, P, BN, BOX,
-                    )  # fmt: skip
-                if n > 0:
-                    _copy_cells(
-                        v_desc, v_buf.index(stage), arrived, (top - n + 1) * BN,
-                        row_table, last_page, head, K, D, P, BN, BOX,
-                    )  # fmt: skip
-            done += blocks + 1
-        unit = _take(counter_ptr)
+    while blocks > 0:
+        for half in gl.static_range(2):
+            mbarrier.wait(q_empty.index(half), (served & 1) ^ 1)
+        _tell(slots, head, token, token_end, position, stop, top, blocks)
+        for half in gl.static_range(2):
+            _copy_queries(q_desc, q_buf, q_full, half, token + half * (HALF // G), head, G, D)
+        served += 1
+        row_table = table_ptr + row.to(gl.int64) * table_stride
+        last_page = (stop - 1) // P
+        next_head, next_row, next_token, next_end = head, row, token, token_end
+        next_position, next_stop, next_top, next_blocks = position, stop, top, blocks
+        # Step n of a tile needs the keys of its block n and the values of block n - 1.
+        for n in range(blocks + 1):
+            stage = (done + n) % STAGES
+            arrived = full.index(stage)
+            mbarrier.wait(empty.index(stage), (((done + n) // STAGES) & 1) ^ 1)
+            both = (n > 0) & (n < blocks)
+            mbarrier.expect(arrived, BN * D * 4, pred=both)
+            mbarrier.expect(arrived, BN * D * 2, pred=both == 0)
+            if n < blocks:
+                _copy_cells(
+                    k_desc, k_buf.index(stage), arrived, (top - n) * BN,
+                    row_table, last_page, head, K, D, P, BN, BOX,
+                )  # fmt: skip
+            if n > 0:
+                _copy_cells(
+                    v_desc, v_buf.index(stage), arrived, (top - n + 1) * BN,
+                    row_table, last_page, head, K, D, P, BN, BOX,
+                )  # fmt: skip
+            if n == 1:  # while the warpgroups are busy, as the answer takes its time
+                (
+                    next_head, next_row, next_token, next_end,
+                    next_position, next_stop, next_top, next_blocks,
+                ) = _tile_of(
+                    _take(counter_ptr), table_ptr, indptr_ptr, lens_ptr, tiles_ptr,
+                    table_stride, num_tiles, G, K, BN, WINDOW,
+                )  # fmt: skip
+        done += blocks + 1
+        head, row, token, token_end = next_head, next_row, next_token, next_end
+        position, stop, top, blocks = next_position, next_stop, next_top, next_blocks
     for half in gl.static_range(2):
         mbarrier.wait(q_empty.index(half), (served & 1) ^ 1)
-    slot.store(gl.full([1], units, gl.int32, LAYOUT))
-    gl.thread_barrier()
+    _tell(slots, 0, 0, 0, 0, 0, 0, 0)
     for half in gl.static_range(2):
         mbarrier.arrive(q_full.index(half), count=1)
     # The last worker to end leaves the counters as the next launch wants them.
@@ -210,12 +232,15 @@ def _weights(
         # CAP * tanh(score / CAP), with the factor of base 2 already in it.
         s = (CAP * LOG2_E) * (1.0 - 2.0 / (gl.exp2(s * (factor * 2.0 / CAP)) + 1.0))
     if MASKED:
+        if CAP == 0:
+            s = s * factor
         keys = key + gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT))
         visible = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (keys[None, :] > position[:, None] - WINDOW)
+        # After the factor: LOWEST must come out of the difference below as it went in.
         s = gl.where(visible, s, LOWEST)
-    if CAP > 0:
+    if MASKED or CAP > 0:
         new_best = gl.maximum(best, gl.max(s, 1))
         p = gl.exp2(s - new_best[:, None])
     else:
@@ -271,9 +296,9 @@ def _steps(
 
 @gluon.jit
 def _tile(
-    half: gl.constexpr, unit, done, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, q_empty, full, empty,
-    table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles, scale,
-    Q: gl.constexpr, G: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    half: gl.constexpr, blocks, slots, done, out_ptr, sinks_ptr, q_buf, k_buf, v_buf,
+    q_empty, full, empty, scale,
+    Q: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """64 product rows of a tile whose queries have arrived; the number of steps done after it."""
@@ -282,10 +307,8 @@ def _tile(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     DTYPE: gl.constexpr = q_buf.dtype
-    head, _row, token, token_end, first_position, stop, top, blocks = _tile_of(
-        unit, table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles,
-        G, K, BN, WINDOW,
-    )  # fmt: skip
+    head, token, token_end = _told(slots, 1), _told(slots, 2), _told(slots, 3)
+    first_position, stop, top = _told(slots, 4), _told(slots, 5), _told(slots, 6)
     factor = scale * LOG2_E
     m = half * HALF + gl.arange(0, HALF, ROWS)
     position = first_position + m // G
@@ -351,25 +374,24 @@ def _tile(
 
 @gluon.jit
 def _consume(
-    half: gl.constexpr, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, slot, q_full, q_empty, full, empty,
-    table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles, scale,
-    Q: gl.constexpr, G: gl.constexpr, K: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    half: gl.constexpr, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, slots,
+    q_full, q_empty, full, empty, scale,
+    Q: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its half of every tile that the producer takes."""
     done = 0
     served = 0
     mbarrier.wait(q_full.index(half), 0)
-    unit = _read(slot)
-    while unit < num_tiles * K:
+    blocks = _told(slots, 0)
+    while blocks > 0:
         done = _tile(
-            half, unit, done, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, q_empty, full, empty,
-            table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles, scale,
-            Q, G, K, D, BN, WINDOW, CAP, SINKS, STAGES,
+            half, blocks, slots, done, out_ptr, sinks_ptr, q_buf, k_buf, v_buf,
+            q_empty, full, empty, scale, Q, G, D, BN, WINDOW, CAP, SINKS, STAGES,
         )  # fmt: skip
         served += 1
         mbarrier.wait(q_full.index(half), served & 1)
-        unit = _read(slot)
+        blocks = _told(slots, 0)
 
 
 @gluon.jit(
@@ -383,7 +405,7 @@ def hopper_kernel(
     table_ptr,  # i32[R, B]
     indptr_ptr,  # i32[R+1]
     lens_ptr,  # i32[R]
-    tiles_ptr,  # i32[tiles]
+    tiles_ptr,  # i32[2, tiles]
     out_ptr,  # [T, Q, D]
     sinks_ptr,  # f32[Q], read if SINKS
     counter_ptr,  # i32[2]: units taken, workers done; 0 before and after
@@ -400,13 +422,16 @@ def hopper_kernel(
     CAP: gl.constexpr,
     SINKS: gl.constexpr,
     STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """A persistent worker, see the module."""
+    if PDL:
+        gdc_launch_dependents()
     BOX: gl.constexpr = P if P < BN else BN
     q_buf = gl.allocate_shared_memory(q_desc.dtype, [2, HALF, D], CELLS)
     k_buf = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, D], CELLS)
     v_buf = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, D], CELLS)
-    slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slots = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -422,22 +447,17 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, slot,
-                q_full, q_empty, full, empty,
-                table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles, scale,
-                Q, G, K, D, BN, WINDOW, CAP, SINKS, STAGES,
+                0, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, slots, q_full, q_empty, full, empty,
+                scale, Q, G, D, BN, WINDOW, CAP, SINKS, STAGES,
             )),
             (_consume, (
-                1, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, slot,
-                q_full, q_empty, full, empty,
-                table_ptr, indptr_ptr, lens_ptr, tiles_ptr, table_stride, num_tiles, scale,
-                Q, G, K, D, BN, WINDOW, CAP, SINKS, STAGES,
+                1, out_ptr, sinks_ptr, q_buf, k_buf, v_buf, slots, q_full, q_empty, full, empty,
+                scale, Q, G, D, BN, WINDOW, CAP, SINKS, STAGES,
             )),
             (_produce, (
-                q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, slot,
-                q_full, q_empty, full, empty,
+                q_desc, k_desc, v_desc, q_buf, k_buf, v_buf, slots, q_full, q_empty, full, empty,
                 table_ptr, indptr_ptr, lens_ptr, tiles_ptr, counter_ptr, table_stride, num_tiles,
-                G, K, D, P, BN, WINDOW, STAGES, BOX,
+                G, K, D, P, BN, WINDOW, STAGES, BOX, PDL,
             )),
         ],
         [4, 1],
@@ -453,7 +473,7 @@ def can_serve(
         gpu_of(device).hopper
         and dtype in (torch.bfloat16, torch.float16)
         and cache == dtype
-        and head_dim == 128
+        and head_dim in (64, 128)
         and group in (1, 2, 4, 8, 16, 32)
     )
 
@@ -468,18 +488,19 @@ def hopper(
     out: Tensor,
     *,
     block: int = 128,
-    stages: int = 2,
+    stages: int | None = None,
     workers: int | None = None,
 ) -> None:
     """Attention of q [T, Q, D] over pages [N, K, P, D] into out [T, Q, D], causal.
 
     A row's queries are the last of its `lens` keys, which are stored already. Tiles are of
-    HOPPER_ROWS product rows (`attention_tiles.py`).
+    HOPPER_ROWS product rows (`attention_tiles.py`). `counter` i32[2] is 0 before and after; two
+    launches that may overlap need one each.
     """
     _, num_heads, size = q.shape
     _, kv_heads, page, _ = keys.shape
     group = num_heads // kv_heads
-    units = kv_heads * queries.tiles.shape[0]
+    units = kv_heads * queries.tiles.shape[1]
     cells = [min(page, block), LANE.value]
     hopper_kernel[(min(units, workers or gpu_of(q.device).processors),)](
         TensorDescriptor.from_tensor(q, [HALF.value // group, group, LANE.value], QUERIES.value),
@@ -494,7 +515,7 @@ def hopper(
         counter,
         heads.scale,
         queries.table.stride(0),
-        queries.tiles.shape[0],
+        queries.tiles.shape[1],
         Q=num_heads,
         G=group,
         K=kv_heads,
@@ -504,6 +525,7 @@ def hopper(
         WINDOW=heads.window,
         CAP=heads.soft_cap,
         SINKS=heads.sinks is not None,
-        STAGES=stages,
+        STAGES=stages or (2 if size == 128 else 4),
         num_warps=4,
+        **pdl(q.device),
     )

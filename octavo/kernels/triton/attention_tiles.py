@@ -16,8 +16,7 @@ from octavo.kernels.triton.launch import power_of_2
 
 MAX_SPLITS = 16
 PROGRAMS = 4  # of a processor: so many keep its reads busy, and more splits cost more
-HOPPER = 1 << 30  # queries of the longest row, from which on the kernel for Hopper is faster
-HOPPER_ROWS = 128  # product rows of its tiles
+HOPPER_ROWS = 128  # product rows of a tile of the kernel for Hopper
 SHORT = 1024  # queries: up to so many, small tiles keep more processors busy
 # A batch is uneven if a piece of its longest row is so many times a program's even share.
 UNEVEN = 1.6
@@ -74,6 +73,15 @@ def decode_tile(shape: DecodeShape, *, even: bool) -> Tile:
     if shape.item_bytes == 1:
         return Tile(keys, 1 if even else 2, 3)
     return Tile(keys, 2, 3, masked=True)
+
+
+def is_for_hopper(units: int, longest: int, keys: int, processors: int) -> bool:
+    """Whether the kernel for Hopper is faster, where it can serve at all.
+
+    `units` are its tiles times key heads; the longest row has so many queries and keys. Its tiles
+    are large, and its code is: it needs more than a round of them, or long rows of keys.
+    """
+    return longest >= 32 and (2 * units >= 3 * processors or keys >= 2048)
 
 
 def varlen_tile(head_dim: int, item_bytes: int, group: int, longest: int) -> tuple[int, Tile]:

@@ -2,8 +2,8 @@
 
 A program owns a tile of BM product rows: the queries of BM / G tokens, all G heads of one key head
 each, so keys and values are read once for the group and a decode row wastes no reads. Rows of a
-step are found by a list of tiles made on the device once a step. Blocks of keys before the
-diagonal need no mask. Next file: `launch.py`.
+step are found by a list of tiles made on the device once a step, those with most keys first.
+Blocks of keys before the diagonal need no mask. Next file: `attention_hopper.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton.attention_decode import FP8, Heads, Tile
+from octavo.kernels.triton.attention_decode import FP8, MOST_ROWS, Heads, Tile
 from octavo.kernels.triton.attention_math import (
     LOG2_E,
     LOWEST,
@@ -29,32 +29,50 @@ from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
 TMA_TOKENS = 256  # from here on the copy engine's gain outweighs its longer launch
 
 
-@triton.jit(do_not_specialize=["rows", "num_tiles"], do_not_specialize_on_alignment=["indptr_ptr"])
+@triton.jit(
+    do_not_specialize=["rows", "num_tiles"],
+    do_not_specialize_on_alignment=["indptr_ptr", "lens_ptr"],
+)
 def tiles_kernel(
     indptr_ptr,  # i32[R+1]
-    tiles_ptr,  # i32[tiles], filled with -1 where no row has work
+    lens_ptr,  # i32[R]
+    tiles_ptr,  # i32[2, tiles]
     rows,
     num_tiles,
     TOKENS: tl.constexpr,  # of a tile
+    RP: tl.constexpr,  # a power of 2, R at least
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program r writes r for its own tiles; its first is (indptr[r] - indptr[0]) // TOKENS + r."""
+    """Program r < R places the tiles of row r; program R marks the unused rest of the list.
+
+    A tile's place is the number of tiles that see more keys, which each row tells by arithmetic:
+    its tiles see TOKENS more keys one after another.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    base = tl.load(indptr_ptr)
-    low = tl.load(indptr_ptr + row) - base
-    high = tl.load(indptr_ptr + row + 1) - base
-    first = low // TOKENS + row
-    used = first + tl.cdiv(high - low, TOKENS)
-    stop = high // TOKENS + row + 1
-    if row == rows - 1:
-        stop = num_tiles
-    for start in range(first, stop, CHUNK):
-        tile = start + tl.arange(0, CHUNK)
-        tl.store(tiles_ptr + tile, tl.where(tile < used, row, -1), mask=tile < stop)
+    r = tl.arange(0, RP)
+    start = tl.load(indptr_ptr + r, mask=r < rows, other=0)
+    queries = tl.load(indptr_ptr + r + 1, mask=r < rows, other=0) - start
+    before = tl.load(lens_ptr + r, mask=r < rows, other=0) - queries
+    count = tl.cdiv(queries, TOKENS)
+    if row == rows:
+        for first in range(tl.sum(count, 0), num_tiles, CHUNK):
+            place = first + tl.arange(0, CHUNK)
+            tl.store(tiles_ptr + place, -1, mask=place < num_tiles)
+    else:
+        my_count = tl.sum(tl.where(r == row, count, 0), 0)
+        my_before = tl.sum(tl.where(r == row, before, 0), 0)
+        for first in range(0, my_count, CHUNK):
+            tile = first + tl.arange(0, CHUNK)
+            ahead = (my_before + (tile + 1) * TOKENS)[:, None] - before[None, :]
+            fewer = tl.minimum(tl.maximum(ahead // TOKENS, 0), count[None, :])
+            alike = (ahead == fewer * TOKENS) & (fewer > 0) & (r < row)[None, :]
+            place = tl.sum(count[None, :] - fewer + alike.to(tl.int32), 1)
+            tl.store(tiles_ptr + place, row, mask=tile < my_count)
+            tl.store(tiles_ptr + num_tiles + place, tile * TOKENS, mask=tile < my_count)
 
 
 @triton.jit
@@ -85,7 +103,7 @@ def varlen_kernel(
     table_ptr,  # i32[R, B]
     indptr_ptr,  # i32[R+1]
     lens_ptr,  # i32[R]
-    tiles_ptr,  # i32[tiles]
+    tiles_ptr,  # i32[2, tiles]
     out_ptr,  # [T, Q, D]
     sinks_ptr,  # f32[Q], read if SINKS
     scale,
@@ -108,20 +126,20 @@ def varlen_kernel(
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
     PDL: tl.constexpr,
 ):
-    """One program a tile and key head; the last tiles, which see most keys, start first."""
+    """One program a tile and key head."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    tile = tl.program_id(1)
     row = tl.load(tiles_ptr + tile)
     if row < 0:
         return
+    first = tl.load(tiles_ptr + tl.num_programs(1) + tile)  # token within the row
     TOKENS: tl.constexpr = BM // G
     q_start = tl.load(indptr_ptr + row)
     q_len = tl.load(indptr_ptr + row + 1) - q_start
     length = tl.load(lens_ptr + row)
-    first = (tile - (q_start - tl.load(indptr_ptr)) // TOKENS - row) * TOKENS  # within the row
     m = tl.arange(0, BM)
     token = first + m // G
     d = tl.arange(0, DP)
@@ -174,7 +192,7 @@ class Queries:
     indptr: Tensor  # i32[R+1]
     lens: Tensor  # i32[R]
     table: Tensor  # i32[R, B]
-    tiles: Tensor  # i32[tiles]
+    tiles: Tensor  # i32[2, tiles]: row (-1: none) and first token within it, most keys first
 
 
 def tile_count(tokens: int, rows: int, tile_rows: int, group: int) -> int:
@@ -182,18 +200,20 @@ def tile_count(tokens: int, rows: int, tile_rows: int, group: int) -> int:
     return tokens // (tile_rows // group) + rows
 
 
-def list_tiles(indptr: Tensor, tiles: Tensor, *, tile_rows: int, group: int) -> None:
-    """Fills `tiles` i32[tile_count] for rows `indptr` i32[R+1], which may start at any token."""
-    rows = indptr.shape[0] - 1
-    tiles_kernel[(rows,)](
-        indptr,
+def list_tiles(queries: Queries, *, tile_rows: int, group: int) -> None:
+    """Fills `tiles` i32[2, tile_count] for rows which may start at any token."""
+    rows, tiles = queries.lens.shape[0], queries.tiles
+    tiles_kernel[(rows + 1,)](
+        queries.indptr,
+        queries.lens,
         tiles,
         rows,
-        tiles.shape[0],
+        tiles.shape[1],
         TOKENS=tile_rows // group,
-        CHUNK=64,
-        num_warps=1,
-        **pdl(indptr.device),
+        RP=max(MOST_ROWS, power_of_2(rows)),
+        CHUNK=16,
+        num_warps=4,
+        **pdl(tiles.device),
     )
 
 
@@ -218,7 +238,7 @@ def varlen(
     _, kv_heads, page, _ = keys.shape
     if tma is None:
         tma = q.shape[0] >= TMA_TOKENS and can_use_tma(keys, tile)
-    varlen_kernel[(kv_heads, queries.tiles.shape[0])](
+    varlen_kernel[(kv_heads, queries.tiles.shape[1])](
         q,
         _describe(keys, tile) if tma else keys,
         _describe(values, tile) if tma else values,

@@ -519,6 +519,9 @@ ESCAPES = [
     "{{ messages|batch(10**9, 'x')|list }}",
     "{{ messages|slice(10**9)|list }}",
     "{{ 'x'|truncate(10**9) }}{{ 'x'|format(10**9) }}",
+    "{{ ('x'.encode() * (2 * 10**9))|length }}",
+    "{{ 'x'.encode().ljust(2 * 10**9)|length }}",
+    "{{ (1).to_bytes(2 * 10**9)|length }}",
 ]
 
 

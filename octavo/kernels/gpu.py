@@ -2,8 +2,7 @@
 
 Weights stay plain [N, K]: the library reads them as they are. One row is multiplied by our own
 kernel, and on Hopper so are up to 64, or 256 by small weights; the library takes the rest.
-Not for: attention
-(`octavo/attention/triton.py`) or graphs. Next file: `triton/__init__.py`.
+Not for: attention (`octavo/attention/triton.py`) or graphs. Next file: `triton/__init__.py`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from octavo.types import WorkerInfo
 
 PROGRAM = (sys.executable, "-m", "octavo.api")
 ANSWER_SECONDS = 1.0  # for one process to say what it is asked
+FORGET_SECONDS = 2.0
 END_SECONDS = 5.0  # for a process to end by itself
 
 logger = logging.getLogger("octavo.fleet")
@@ -205,8 +206,11 @@ class Fleet:
             member.drained.set_result(0)
         client = self.supervisor.client if self.supervisor is not None else None
         if not self._stopping and client is not None and client.ready.is_set():
-            with contextlib.suppress(OctavoError):
-                await client.control(FORGET, client=str(member.index))
+            # A core that hangs must not hold up the next process; it is another's to end.
+            with contextlib.suppress(OctavoError, TimeoutError):
+                await asyncio.wait_for(
+                    client.control(FORGET, client=str(member.index)), FORGET_SECONDS
+                )
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

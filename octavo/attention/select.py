@@ -75,8 +75,8 @@ CANDIDATES = (
     Candidate("triton", load_triton),
     Candidate("fa3", load_fa3, asked=True),
     Candidate("flashinfer", load_flashinfer, asked=True),
-    Candidate("sdpa", load_sdpa),
     Candidate("mla_sdpa", load_mla_sdpa, latent=True),
+    Candidate("sdpa", load_sdpa),
 )
 
 

@@ -201,3 +201,132 @@ def test_long_prompts_cross_query_blocks_over_latents(monkeypatch: pytest.Monkey
     prompt = twin.prompt(100)
     found = driver.run(Row(list(prompt)), chunk=70)
     torch.testing.assert_close(found, twin.logits(prompt), rtol=1e-4, atol=1e-4)
+
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rope_scaling": YARN,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "torch_dtype": "bfloat16",
+}
+V2: dict[str, Any] = {
+    **V2_LITE,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "q_lora_rank": 1536,
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "topk_method": "group_limited_greedy",
+    "n_group": 8,
+    "topk_group": 3,
+    "routed_scaling_factor": 16.0,
+}
+V3: dict[str, Any] = {
+    **V2,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "vocab_size": 129280,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "token_bytes"),
+    [
+        (MIXTRAL, 46.70, 32 * 2 * 8 * 128 * 2),
+        (QWEN3_30B, 30.53, 48 * 2 * 4 * 128 * 2),
+        (V2_LITE, 15.71, 27 * 576 * 2),
+        (V2, 235.74, 60 * 576 * 2),
+        (V3, 671.03, 61 * 576 * 2),
+    ],
+    ids=["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3"],
+)
+def test_full_size_configs_have_the_published_sizes(
+    config: dict[str, Any], billions: float, token_bytes: int
+) -> None:
+    spec = replace(read_spec(config), max_model_len=64)
+    build = make_build(spec, dtype=torch.bfloat16)
+    count = sum(
+        math.prod(param.shape)
+        for _, layer in build_model(spec, build).named_layers()
+        for param in layer.param_specs().values()
+    )
+    assert round(count / 1e9, 2) == billions
+    layout = build.attention.layout(build.need, 3)
+    assert layout.layer_bytes * spec.num_layers == 3 * build.need.block_size * token_bytes

@@ -205,12 +205,23 @@ def shared_twin(case: str) -> Twin:
     return twin
 
 
-def make_twin(case: str, dtype: torch.dtype = torch.float32, seed: int | None = None) -> Twin:
-    """The model of a case with fresh weights; biases and norms are random too."""
+def make_twin(
+    case: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+    *,
+    every_expert: bool = False,
+) -> Twin:
+    """The model of a case with fresh weights; biases and norms are random too.
+
+    With `every_expert` routed tokens go to all experts, so that nothing is chosen.
+    """
     seed = secrets.randbits(31) if seed is None else seed
     print(f"case {case}, seed {seed}")  # shown by pytest on failure
     torch.manual_seed(seed)
     family, changes = CASES[case]
+    if every_expert:
+        changes = {**changes, **all_chosen(changes)}
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -256,3 +267,12 @@ def mixtral_name(name: str) -> str:
     ):
         name = name.replace(f".{ours}.", f".{theirs}.")
     return name
+
+
+def all_chosen(changes: dict[str, Any]) -> dict[str, Any]:
+    """What makes a case's tokens go to all its experts; nothing if it has none."""
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    found: dict[str, Any] = {"num_experts_per_tok": changes[key] for key in keys if key in changes}
+    if "n_group" in changes:
+        found["topk_group"] = changes["n_group"]
+    return found

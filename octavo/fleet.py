@@ -31,6 +31,7 @@ from octavo.types import WorkerInfo
 
 PROGRAM = (sys.executable, "-m", "octavo.api")
 ANSWER_SECONDS = 1.0  # for one process to say what it is asked
+FORGET_SECONDS = 2.0
 END_SECONDS = 5.0  # for a process to end by itself
 
 logger = logging.getLogger("octavo.fleet")
@@ -159,6 +160,18 @@ class Fleet:
         self._folder.rmdir()
 
     async def _keep(self, member: Member, settings: bytes) -> None:
+        try:
+            await self._lives(member, settings)
+        except Exception as problem:  # no process, no memory: nothing to go on with
+            logger.exception("event=api_process_not_kept index=%d", member.index)
+            self._give_up(f"API process {member.index} cannot be started: {problem}")
+
+    def _give_up(self, error: str) -> None:
+        if not self.failure.done():
+            self.failure.set_result(EngineDead(error))
+
+    async def _lives(self, member: Member, settings: bytes) -> None:
+        """One process after another, until the server ends or a process dies too often."""
         while True:
             process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=asyncio.subprocess.PIPE)
             member.process = process
@@ -175,9 +188,7 @@ class Fleet:
             self._restarts = [t for t in self._restarts if now - t < RESTART_WINDOW] + [now]
             never_listened = not member.listening.is_set()
             if never_listened or len(self._restarts) > MAX_RESTARTS * self.count:
-                if not self.failure.done():
-                    text = f"API process {member.index} ended with code {code}"
-                    self.failure.set_result(EngineDead(text))
+                self._give_up(f"API process {member.index} ended with code {code}")
                 return
             logger.error(
                 "event=api_process_died index=%d code=%d action=restart", member.index, code
@@ -195,8 +206,11 @@ class Fleet:
             member.drained.set_result(0)
         client = self.supervisor.client if self.supervisor is not None else None
         if not self._stopping and client is not None and client.ready.is_set():
-            with contextlib.suppress(OctavoError):
-                await client.control(FORGET, client=str(member.index))
+            # A core that hangs must not hold up the next process; it is another's to end.
+            with contextlib.suppress(OctavoError, TimeoutError):
+                await asyncio.wait_for(
+                    client.control(FORGET, client=str(member.index)), FORGET_SECONDS
+                )
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -213,7 +227,8 @@ class Fleet:
                 self._address = message.address
                 member.listening.set()
             elif isinstance(message, Drained) and member is not None:
-                member.drained.set_result(message.cut)
+                with contextlib.suppress(asyncio.InvalidStateError):  # `drain` has given up on it
+                    member.drained.set_result(message.cut)
         if member is not None and member.link is link:
             member.link = None
         if task is not None:

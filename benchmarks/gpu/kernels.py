@@ -199,6 +199,8 @@ def prefill(card: Card) -> Iterator[Row]:
         "8 x 2k": [(2048, 2048)] * 8,
         "1 x 8k": [(8192, 8192)],
         "chunk of 2k at 8k": [(2048, 8192)],
+        "chunk of 64 at 4k": [(64, 4096)],
+        "8 of 300..3192": [(n, n) for n in range(300, 3200, 413)],
         "64 decodes at 1k + chunk of 2k": [(1, 1024)] * 64 + [(2048, 2048)],
     }
     for cache in (BF16, E4M3):

@@ -138,7 +138,7 @@ def trial(prefill: Prefill, need: AttentionNeed) -> str | None:
         prefill.run(q, keys, values, heads, prefill.plan(need, batch, 0), out)
         found = out.cpu()  # waits
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        return f"a trial failed: {str(error).strip().splitlines()[0] if str(error) else error!r}"
+        return f"a trial failed: {(str(error).strip() or repr(error)).splitlines()[0]}"
     expected = _trial_answer(need, batch, q).cpu()
     off = float((found.float() - expected).norm() / expected.norm())
     if not off < TRIAL_ERROR:

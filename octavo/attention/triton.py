@@ -214,7 +214,7 @@ class TritonAttention:
                 batch.kv_lens[:rows],
                 heads,
                 pieces,
-                tiles.decode_tile(self._sizes()[1], even=pieces.splits > 0),
+                tiles.decode_tile(self._sizes()[1]),
                 out[:rows],
             )
         if plan.prefill is not None:
@@ -235,7 +235,7 @@ class TritonAttention:
             return even, even
         assert form == UNEVEN, form
         aim = tiles.aim_of(rows, shape)
-        block = tiles.decode_tile(shape, even=False).keys
+        block = tiles.decode_tile(shape).keys
 
         def listed(kind: int, window: int) -> Pieces:
             pieces = self._room_for(0, kind, 3 * (aim + rows))

@@ -7,6 +7,7 @@ cannot be understood, 130 an interruption. Not for: what a subcommand does (its 
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -85,8 +86,10 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _stop_at_once(_number: int, _frame: object) -> NoReturn:
-    print("octavo: stopped before it served", file=sys.stderr)
-    raise SystemExit(0)
+    # Not by an exception: one that is raised in the midst of an import or of a destructor may be
+    # caught there. There are no children and no files yet.
+    print("octavo: stopped before it served", file=sys.stderr, flush=True)
+    os._exit(0)
 
 
 def _help(prefix: str = "") -> str:

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from octavo.config import Vocabulary
-from octavo.errors import InvalidRequest, Overloaded
+from octavo.errors import InvalidRequest, Overloaded, RequestFailed
 from octavo.grammar.check import Verdict
 from octavo.grammar.request import PARAM, Form, StructuredOutputs
 
@@ -29,6 +29,8 @@ PROCESSES = 2
 MAX_WAITING = 256  # demands
 REMEMBERED = 256  # verdicts
 REMEMBERED_BYTES = 2**24
+MAX_DEMAND = 2**20  # bytes of JSON
+MAX_GRAMMAR = 2**21  # characters; whatever compiles is small enough to be remembered
 
 
 class CheckerDied(Exception):
@@ -49,17 +51,29 @@ class Checker:
         self._line = msgspec.json.encode(vocabulary) + b"\n"
 
     def judge(self, wanted: bytes, seconds: float) -> Verdict:
-        """Raises CheckerDied, and TimeoutError when the time is over; both end the process."""
+        """Raises CheckerDied, and TimeoutError when the time is over; both end the process.
+
+        RequestFailed says that it did not start, which is no fault of what is wanted.
+        """
+        if not self._ready:
+            self._start()
         try:
-            if not self._ready:
-                self._send(self._line)
-                self._receive(START_SECONDS)
-                self._ready, self._line = True, b""
             self._send(wanted + b"\n")
             return msgspec.json.decode(self._receive(seconds), type=Verdict)
         except (OSError, CheckerDied):
             self.close()
             raise
+
+    def _start(self) -> None:
+        try:
+            self._send(self._line)
+            self._receive(START_SECONDS)
+        except (OSError, CheckerDied):  # a TimeoutError is an OSError
+            self.close()
+            raise RequestFailed(
+                "The process that compiles grammars did not start. Try again later."
+            ) from None
+        self._ready, self._line = True, b""
 
     def close(self) -> None:
         """Ends the process."""
@@ -138,7 +152,12 @@ class GrammarCompiler:
                 f"{PARAM}: this model has no end token, so that no answer could end.", PARAM
             )
         line = _written(wanted)
+        if len(line) > MAX_DEMAND:
+            large = f"it has {len(line)} bytes as JSON; use at most {MAX_DEMAND}"
+            return _form(Verdict(error=large), wanted)
         verdict = self._judge(line)
+        if verdict.form is not None and len(verdict.form.text) > MAX_GRAMMAR:
+            verdict = Verdict(error=f"it makes a grammar of over {MAX_GRAMMAR} characters; cut it")
         self._remember(line, verdict)
         return _form(verdict, wanted)
 
@@ -165,8 +184,6 @@ class GrammarCompiler:
 
     def _remember(self, key: bytes, verdict: Verdict) -> None:
         size = len(key) + len(msgspec.json.encode(verdict))
-        if size > REMEMBERED_BYTES // 8:
-            return
         with self._lock:
             if key in self._known:
                 return

@@ -1,9 +1,8 @@
 """The table of kernels for NVIDIA GPUs: our Triton kernels, and the vendor's library for products.
 
 Weights stay plain [N, K]: the library reads them as they are. One row is multiplied by our own
-kernel, and so are up to 64 by small weights; the library takes the rest. On an H200 all products of
-an 8B model took 3.47 ms at one row, 4.02 by the library. Not for: attention
-(`octavo/attention/triton.py`) or graphs. Next file: `triton/__init__.py`.
+kernel, and on Hopper so are up to 64, or 256 by small weights; the library takes the rest.
+Not for: attention (`octavo/attention/triton.py`) or graphs. Next file: `triton/__init__.py`.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ def linear(
     data = weight.data
     if x.shape[0] == 1 and x.dtype.itemsize == 2:
         return gemv(x, data, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
+    if suits(x, data):
+        return skinny(x, data, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     if out_dtype is None or out_dtype == x.dtype:
-        if suits(x, data):
-            return skinny(x, data, bias)  # type: ignore[no-any-return]
         return functional.linear(x, data, bias)
     if not x.is_cuda:
         return functional.linear(x.to(out_dtype), data.to(out_dtype), bias)

@@ -160,6 +160,7 @@ class Timelines:
                 del self._by_name[old.tenant, name]
         for core_id in old.core_ids:
             self._by_core_id.pop(core_id, None)
+        old.index = {}  # sequences that it starts from now on would never be dropped
 
     def find(self, name: str, viewer: Viewer) -> Timeline | None:
         """The latest request of that id which the viewer may see."""

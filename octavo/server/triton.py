@@ -132,16 +132,18 @@ async def infer(request: Request) -> Response:
         return head, inputs, _read_tensors(head, inputs, strict=serving.settings.strict_fields)
 
     head, inputs, ask = await unhurried(work, large=len(data) >= THREAD_FROM)
+    wanted = _wanted(head, ask.wishes)
     call, job = await _begin(request, serving, ask, model)
     if ask.wishes.stream:
         raise InvalidRequest("stream = true goes with generate_stream only.", "stream")
     choices, usage = await whole(request, call, job)
-    outputs = _outputs(call, job, ask, inputs["text_input"].shape, choices=choices, usage=usage)
-    chosen, binary = _chosen(head, outputs)
+    made = _outputs(call, job, ask, inputs["text_input"].shape, choices=choices, usage=usage)
+    by_name = {tensor.name: tensor for tensor in made}
+    outputs = [by_name[name] for name in wanted]
     first: dict[str, object] = {"model_name": call.model, "model_version": VERSION}
     if ask.id:
         first["id"] = ask.id
-    content, head_length = write_infer(first, chosen, binary)
+    content, head_length = write_infer(first, outputs, list(wanted.values()))
     response = Response(content, media_type="application/json")
     if head_length is not None:
         response = Response(content, media_type="application/octet-stream")
@@ -293,21 +295,24 @@ def _outputs(
     return made
 
 
-def _chosen(head: InferHead, outputs: list[Tensor]) -> tuple[list[Tensor], list[bool]]:
-    """The outputs that were asked for, and whether each goes as bytes."""
-    every = bool(head.parameters.get("binary_data_output", False))
-    if not head.outputs:
-        return outputs, [every] * len(outputs)
-    by_name = {tensor.name: tensor for tensor in outputs}
-    chosen: list[Tensor] = []
-    for wanted in head.outputs:
-        if wanted.name not in by_name:
+def _wanted(head: InferHead, wishes: Wishes) -> dict[str, bool]:
+    """The outputs that are asked for, and whether each goes as bytes. Raises InvalidRequest."""
+    every = _flag(head.parameters, "binary_data_output", default=False)
+    optional = {
+        "finish_reason": wishes.return_finish_reason,
+        "num_input_tokens": wishes.return_num_input_tokens,
+        "num_output_tokens": wishes.return_num_output_tokens,
+    }
+    made = ["text_output", *(name for name, wanted in optional.items() if wanted)]
+    for one in head.outputs or ():
+        if one.name not in made:
             raise InvalidRequest(
-                f"outputs: {shorten(wanted.name)} is not made here; there is {', '.join(by_name)}.",
+                f"outputs: {shorten(one.name)} is not made here; there is {', '.join(made)}.",
                 "outputs",
             )
-        chosen.append(by_name[wanted.name])
-    return chosen, [_as_bytes(wanted, every) for wanted in head.outputs]
+    if not head.outputs:
+        return dict.fromkeys(made, every)
+    return {one.name: _as_bytes(one, every) for one in head.outputs}
 
 
 def _as_bytes(wanted: WantedOutput, default: bool) -> bool:
@@ -316,7 +321,14 @@ def _as_bytes(wanted: WantedOutput, default: bool) -> bool:
             raise InvalidRequest(
                 f"outputs: the parameter {shorten(name)} is not supported; leave it out.", "outputs"
             )
-    return bool(wanted.parameters.get("binary_data", default))
+    return _flag(wanted.parameters, "binary_data", default=default)
+
+
+def _flag(parameters: dict[str, Any], name: str, *, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} = {shorten(str(value))} must be true or false.", name)
+    return value
 
 
 class TritonChunks:

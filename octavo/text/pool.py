@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -47,16 +48,18 @@ class EncoderPool:
         self._idle_seconds = idle_seconds
         self._turns = asyncio.Semaphore(processes)
         self._file: Path | None = None
+        self._preparing = threading.Lock()  # a process must not find half a file
         self._idle: list[_Worker] = []
         self._all: set[asyncio.subprocess.Process] = set()
 
     def prepare(self) -> None:
         """Writes the tokenizer down for the processes; holds the interpreter for a moment."""
-        if self._file is None:
-            handle, name = tempfile.mkstemp(prefix="octavo-", suffix=".tokenizer.json")
-            os.close(handle)
-            self._file = Path(name)
-            self._tokenizer.backend.save(name, pretty=False)
+        with self._preparing:
+            if self._file is None:
+                handle, name = tempfile.mkstemp(prefix="octavo-", suffix=".tokenizer.json")
+                os.close(handle)
+                self._file = Path(name)
+                self._tokenizer.backend.save(name, pretty=False)
 
     @property
     def num_processes(self) -> int:
@@ -96,7 +99,7 @@ class EncoderPool:
             self._file = None
 
     async def _start(self) -> _Worker:
-        self.prepare()
+        await asyncio.to_thread(self.prepare)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "octavo.text.encoder", str(self._file)),
             stdin=asyncio.subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 Reasoning is taken off first, what is left goes to the parser of calls. Without either, text is
 content. Not for: stop texts (`stops.py`), which end the text before it comes here.
-Next file: `server/answers.py`.
+Next file: `server/calls.py`.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ MAX_INDENT = 32  # of JSON
 BUDGET = "octavo_budget"  # the variable that holds the rendering's `Budget`
 _LOOP, _TEXT = "octavo_loop", "octavo_text"  # filters put in by `_guard_tree`
 _WIDE = re.compile(r"\d{7,}|\*")  # a width in a format that no prompt has
+_MAKE_BYTES = ("encode", "to_bytes")  # which no prompt needs and no limit here measures
 _SIZED_FILTERS = ("center", "indent", "truncate", "wordwrap", "batch", "slice", "round")
 
 
@@ -144,13 +145,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(
         self, context: jinja2.runtime.Context, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        context.resolve(BUDGET).spend()  # macros that call each other are loops too
+        budget: Any = context.resolve(BUDGET)
+        budget.spend()  # macros that call each other are loops too
+        if isinstance(function, BuiltinMethodType) and function.__name__ in _MAKE_BYTES:
+            raise jinja2.exceptions.SecurityError(f"{function.__name__} is not allowed")
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, str):
             if function.__name__ == "join":
                 args = tuple(list(argument) for argument in args)
             _check_method(function.__self__, function.__name__, (*args, *kwargs.values()))
-        budget: Any = context.resolve(BUDGET)
-        budget.spend()
         made = super().call(context, function, *args, **kwargs)
         budget.spend_text(made)
         return made

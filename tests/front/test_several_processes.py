@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo import fleet as fleet_module
 from octavo.engine.process import Owners
 from octavo.errors import ConfigError
 from octavo.obs.merge import families_of, merge, only_sums, registry_of, snapshot
@@ -198,3 +200,16 @@ def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ConfigError, match="api_server_count"):
         ServerArgs(api_server_count=0).check()
     ServerArgs(api_server_count=3).check()
+
+
+async def test_a_process_that_cannot_be_started_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fleet_module, "PROGRAM", (str(tmp_path / "nothing"),))
+    fleet = fleet_module.Fleet(1, Metrics("m", max_model_len=64))
+    try:
+        await fleet.start([b"{}"])
+        error = await asyncio.wait_for(fleet.failure, 10)
+        assert "API process 1 cannot be started" in error.message
+    finally:
+        await fleet.stop()

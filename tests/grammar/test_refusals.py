@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, RequestFailed
 from octavo.grammar import compiler as module
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.request import StructuralTag, StructuredOutputs, Tag, structured_outputs
@@ -271,3 +271,31 @@ def test_verdicts_are_remembered_within_limits(compiler: GrammarCompiler) -> Non
         assert compiler.compile(demand) == compiler.known(demand)
     assert len(compiler._known) <= module.REMEMBERED
     assert compiler.known(StructuredOutputs(choice=["choice 0"])) is None
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_demand(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = StructuredOutputs(choice=[str(random.random())])
+    monkeypatch.setattr(module, "START_SECONDS", 0.0)
+    fresh = GrammarCompiler(vocabulary())
+    with pytest.raises(RequestFailed, match="did not start"):
+        fresh.compile(demand)
+    monkeypatch.undo()
+    assert fresh.compile(demand).text, "what failed for that reason must not be remembered"
+    fresh.close()
+
+
+def test_all_that_compiles_is_remembered(compiler: GrammarCompiler) -> None:
+    """Who starts a sequence looks its grammar up in the event loop, and must not wait for it."""
+    text = "words " * (module.MAX_DEMAND // 24) + str(random.random())
+    schema = {"type": "object", "description": text}
+    for count in (3, 10):
+        tags = [Tag(begin=f"<{i}>", end="", schema=schema) for i in range(count)]
+        demand = StructuredOutputs(structural_tag=StructuralTag(tags=tags, free_text=False))
+        if count == 3:
+            assert compiler.compile(demand) == compiler.known(demand)
+            continue
+        with pytest.raises(InvalidRequest, match=r"structural_tag: .* use at most") as error:
+            compiler.compile(demand)
+        assert error.value.param == "structured_outputs"

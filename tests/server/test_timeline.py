@@ -114,6 +114,15 @@ async def test_the_ring_forgets_the_oldest() -> None:
     assert len(timelines._by_core_id) == 3
 
 
+def test_sequences_that_start_when_the_ring_has_moved_on_are_not_kept() -> None:
+    ring, times = Timelines(1), RequestTimes(arrival=0.0, prompt_tokens=1)
+    slow, late = Timeline("a-slow", "/", "", 0.0, 0.0), f"late-{random.randrange(10**9)}"
+    ring.put(slow)
+    ring.put(Timeline("a-next", "/", "", 0.0, 0.0))
+    slow.add(late, times)
+    assert late not in ring._by_core_id
+
+
 async def test_twins_of_one_id_do_not_lose_the_later() -> None:
     app = create_app(FakeEngine(), ServerSettings(timelines=2))
     headers = {"X-Request-Id": "twin"}

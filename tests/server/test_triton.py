@@ -168,6 +168,22 @@ async def test_bad_tensors(inputs: list[Any], words: str) -> None:
     assert words in refusal(await infer(create_app(FakeEngine()), *inputs))
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"outputs": [{"name": "wings"}]}, "there is text_output"),
+        ({"outputs": [{"name": "num_input_tokens"}]}, "num_input_tokens is not made"),
+        ({"outputs": [{"name": "text_output", "parameters": {"classification": 1}}]}, "leave it"),
+        ({"outputs": [{"name": "text_output", "parameters": {"binary_data": "no"}}]}, "= no must"),
+        ({"parameters": {"binary_data_output": 0}}, "binary_data_output = 0 must be true or"),
+    ],
+)
+async def test_bad_outputs_cost_no_answer(fields: dict[str, Any], words: str) -> None:
+    engine = FakeEngine()
+    assert words in refusal(await infer(create_app(engine), tensor("a"), **fields))
+    assert not engine.seen
+
+
 async def test_mutated_binary_bodies_never_break_it() -> None:
     app = create_app(FakeEngine())
     dice = random.Random(seed := random.randrange(2**32))

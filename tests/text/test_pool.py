@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from array import array
 
 import pytest
@@ -86,4 +87,32 @@ async def test_processes_without_work_end() -> None:
             await asyncio.sleep(0.01)
         assert len(await pool.encode("a")) == 1
     finally:
+        await pool.close()
+
+
+async def test_no_process_finds_half_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer(add_bos=False)
+    pool = EncoderPool(tokenizer)
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def save(self, name: str, pretty: bool) -> None:
+            writing.set()
+            go_on.wait()
+            whole.save(name, pretty=pretty)
+
+    whole = tokenizer.backend
+    monkeypatch.setattr(tokenizer, "backend", Slow())
+    preparing = asyncio.create_task(asyncio.to_thread(pool.prepare))
+    try:
+        await asyncio.to_thread(writing.wait)
+        text = long_text(1000)
+        encoding = asyncio.create_task(pool.encode(text))
+        await asyncio.sleep(0.2)
+        go_on.set()
+        ids = await encoding
+        assert ids.tolist() == whole.encode(text, add_special_tokens=False).ids
+    finally:
+        go_on.set()
+        await preparing
         await pool.close()

@@ -37,6 +37,7 @@ from octavo.kernels.triton.launch import pdl, power_of_2
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SPLIT_CHUNK, LIST_CHUNK = 8, 16  # pieces that are merged at once
+MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
 MOST_ROWS = 512  # of a batch, as a rule: one kernel lists the pieces of all of them
 
 
@@ -94,36 +95,36 @@ def _merged(
     sinks_ptr,
     first,
     count,
-    head,
+    heads,  # [H]
     Q: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """f32 [DP]: pieces first..first+count of a query head, weighed by their log-sum-exps."""
-    d = tl.arange(0, DP)
-    best = LOWEST
-    total = 0.0
+    """f32 [H, DP]: pieces first..first+count of query heads, weighed by their log-sum-exps."""
+    d = tl.arange(0, DP)[None, None, :]
+    best = tl.full(heads.shape, LOWEST, tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
     if SINKS:
-        best = tl.load(sinks_ptr + head) * LOG2_E
-        total = 1.0
-    acc = tl.zeros([DP], tl.float32)
+        best = tl.load(sinks_ptr + heads) * LOG2_E
+        total += 1.0
+    acc = tl.zeros([heads.shape[0], DP], tl.float32)
     for start in range(0, count, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        inside = s < count
-        at = (first + s).to(tl.int64) * Q + head
+        inside = (s < count)[None, :]
+        at = (first + s).to(tl.int64)[None, :] * Q + heads[:, None]
         lse = tl.load(lse_ptr + at, mask=inside, other=LOWEST, cache_modifier=".cg")
-        mask = inside[:, None] & (d < D)[None, :]
-        where = partial_ptr + at[:, None] * D + d[None, :]
+        where = partial_ptr + at[:, :, None] * D + d
+        mask = inside[:, :, None] & (d < D)
         part = tl.load(where, mask=mask, other=0.0, cache_modifier=".cg")
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
+        new_best = tl.maximum(best, tl.max(lse, 1))
+        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best[:, None]), 0.0)
         shrink = tl.exp2(best - new_best)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
+        total = total * shrink + tl.sum(weight, 1)
         best = new_best
-    return acc / tl.maximum(total, 1e-30)
+    return acc / tl.maximum(total, 1e-30)[:, None]
 
 
 @triton.jit(
@@ -165,6 +166,7 @@ def decode_kernel(
     PAIRS: tl.constexpr,  # values_ptr is of int16, two FP8 numbers each
     E4M3: tl.constexpr,
     CHUNK: tl.constexpr,  # splits that are merged at once
+    HEADS: tl.constexpr,  # and of so many heads
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
@@ -255,12 +257,16 @@ def decode_kernel(
             mine = arrived_ptr + row * (Q // G) + head
             if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
                 tl.store(mine, 0)
-                for query in range(head * G, head * G + G):
+                for start in range(0, G, HEADS):
+                    h = start + tl.arange(0, HEADS)
+                    # Beyond the group a head is read again, and not stored.
+                    query = head * G + tl.minimum(h, G - 1)
                     merged = _merged(
                         partial_ptr, lse_ptr, sinks_ptr, row * splits, splits, query,
                         Q, D, DP, CHUNK, SINKS,
                     )  # fmt: skip
-                    tl.store(out_ptr + query * D + d, merged, mask=d < D)
+                    kept = (h < G)[:, None] & (d < D)[None, :]
+                    tl.store(out_ptr + query[:, None] * D + d[None, :], merged, mask=kept)
 
 
 @triton.jit
@@ -286,11 +292,12 @@ def merge_kernel(
     head = tl.program_id(1)
     first = tl.load(firsts_ptr + row)
     count = tl.load(counts_ptr + row)
+    heads = head + tl.arange(0, 1)
     out = _merged(
-        partial_ptr, lse_ptr, sinks_ptr, first, count, head, Q, D, DP, CHUNK, SINKS
+        partial_ptr, lse_ptr, sinks_ptr, first, count, heads, Q, D, DP, CHUNK, SINKS
     )  # fmt: skip
-    d = tl.arange(0, DP)
-    tl.store(out_ptr + (row.to(tl.int64) * Q + head) * D + d, out, mask=d < D)
+    d = tl.arange(0, DP)[None, :]
+    tl.store(out_ptr + (row.to(tl.int64) * Q + heads)[:, None] * D + d, out, mask=d < D)
 
 
 def decode(
@@ -352,6 +359,7 @@ def decode(
         PAIRS=pairs,
         E4M3=keys.dtype == torch.float8_e4m3fn,
         CHUNK=SPLIT_CHUNK,
+        HEADS=min(MERGED_HEADS, power_of_2(group)),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,

@@ -65,13 +65,11 @@ def room_of(max_rows: int, shape: DecodeShape) -> int:
     return max(max(aim_of(rows, shape) + rows, rows * splits_of(rows, shape)) for rows in choices)
 
 
-def decode_tile(shape: DecodeShape, *, even: bool) -> Tile:
-    """FP8 keys are widened most cheaply by one warp; pieces of a list by two."""
+def decode_tile(shape: DecodeShape) -> Tile:
+    """The best of a dozen, or near it, for even and for uneven rows, bf16 and FP8."""
     keys = min(64, shape.page)
     if shape.head_dim > 128:
         return Tile(min(32, keys), 4, 2)
-    if shape.item_bytes == 1:
-        return Tile(keys, 1 if even else 2, 3)
     return Tile(keys, 2, 3, masked=True)
 
 

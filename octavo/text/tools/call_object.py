@@ -138,7 +138,7 @@ class CallObject:
         at = self._part.push(text, at)
         self._taken.append(self._part.take())
         streams = self._name is not None and (
-            self.announced or self._taken[0].startswith("{") or self._begins_object()
+            self.announced or next(filter(None, self._taken), "").startswith("{")
         )
         if streams:
             self._announce()
@@ -152,10 +152,6 @@ class CallObject:
             else:
                 self._take_whole("".join(self._taken))
         return at
-
-    def _begins_object(self) -> bool:
-        joined = "".join(self._taken)
-        return joined.startswith("{")
 
     def _take_whole(self, value: str) -> None:
         """Arguments that came before the name, or are no object themselves."""

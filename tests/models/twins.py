@@ -272,7 +272,8 @@ def mixtral_name(name: str) -> str:
 def all_chosen(changes: dict[str, Any]) -> dict[str, Any]:
     """What makes a case's tokens go to all its experts; nothing if it has none."""
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    found: dict[str, Any] = {"num_experts_per_tok": changes[key] for key in keys if key in changes}
+    counts = [changes[key] for key in keys if key in changes]
+    found: dict[str, Any] = {"num_experts_per_tok": counts[0]} if counts else {}
     if "n_group" in changes:
         found["topk_group"] = changes["n_group"]
     return found

@@ -34,6 +34,9 @@ class AttentionNeed:
     # Keys and values are stored divided by these; other than 1 only under an FP8 cache.
     key_scale: float = 1.0
     value_scale: float = 1.0
+    # Multi-head latent attention: the one key head's first `latent` numbers are the values, and
+    # values are not stored. 0: keys and values are apart. See `mla_sdpa.py`.
+    latent: int = 0
 
 
 class AttentionBackend(Protocol):

@@ -23,6 +23,7 @@ class Candidate:
     load: Callable[[], AttentionBackend]
     host_only: bool = False  # on any other device it is not even loaded, which may take a compiler
     asked: bool = False  # taken only when it is asked for by name
+    latent: bool = False  # it serves multi-head latent attention, and no other kind
 
 
 def load_native() -> AttentionBackend:
@@ -62,11 +63,19 @@ def load_sdpa() -> AttentionBackend:
     return SdpaAttention()
 
 
+def load_mla_sdpa() -> AttentionBackend:
+    """The backend in plain torch for multi-head latent attention."""
+    from octavo.attention.mla_sdpa import LatentSdpaAttention
+
+    return LatentSdpaAttention()
+
+
 CANDIDATES = (
     Candidate("native", load_native, host_only=True),
     Candidate("triton", load_triton),
     Candidate("fa3", load_fa3, asked=True),
     Candidate("flashinfer", load_flashinfer, asked=True),
+    Candidate("mla_sdpa", load_mla_sdpa, latent=True),
     Candidate("sdpa", load_sdpa),
 )
 
@@ -99,6 +108,10 @@ def _try(candidate: Candidate, need: AttentionNeed) -> tuple[AttentionBackend | 
     """(backend, "") or (None, why not)."""
     if candidate.host_only and need.device != "cpu":
         return None, f"it runs on the CPU, not on {need.device}"
+    if candidate.latent and not need.latent:
+        return None, "it serves models with multi-head latent attention alone"
+    if need.latent and not candidate.latent:
+        return None, "it has no multi-head latent attention (MLA), which this model needs"
     try:
         backend = candidate.load()
     except (ImportError, OctavoError) as error:

@@ -100,6 +100,8 @@ class CpuDevice:
         masked attention (0 * NaN is NaN).
         """
         count = prod(shape)
+        if not count:  # there is no mapping of no bytes
+            return torch.empty(shape, dtype=dtype)
         memory = mmap.mmap(-1, count * dtype.itemsize)  # unmapped when the tensor is gone
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.kernels.experts import GroupedExperts
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.gemv import gemv
@@ -49,6 +50,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
         sample=sample,
         sample_checked=sample_checked,
         linear_silu=linear_silu,
+        experts=lambda gate_up, down: GroupedExperts(silu_mul, gate_up, down),
     )
 
 

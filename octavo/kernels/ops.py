@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+# x [T, H], experts i64[T, k], their weights f32[T, k] -> [T, H], the weighted sum of the gated MLPs
+# of each token's experts. Weights of experts that no token chose are not read.
+ExpertProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +74,6 @@ class Ops:
     linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.
     stack: Callable[..., Any] | None = None
+    # Weights of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I] -> their product, in
+    # the layout that it wants; None: made of the others, see `experts.py`.
+    experts: Callable[[Tensor, Tensor], ExpertProduct] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels.ops import Ops, PackedWeight
+from octavo.kernels.ops import ExpertProduct, Ops, PackedWeight
 from octavo.kernels.sample import sample
 
 
@@ -32,6 +32,7 @@ def reference_ops(dtype: torch.dtype) -> Ops:
         rope=rope,
         silu_mul=silu_mul,
         sample=sample,
+        experts=experts,
     )
 
 
@@ -84,3 +85,19 @@ def silu_mul(x: Tensor) -> Tensor:
     """x [T, 2 * I], gate half then up half -> silu(gate) * up [T, I]."""
     gate, up = x.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def experts(gate_up: Tensor, down: Tensor) -> ExpertProduct:
+    """gate_up [E, 2 * I, H], down [E, H, I] -> their product, an expert at a time."""
+
+    def product(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        wide = x.float()
+        out = torch.zeros_like(wide)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            inner = silu_mul(functional.linear(wide[token], gate_up[expert].float()))
+            part = functional.linear(inner, down[expert].float())
+            out.index_add_(0, token, part * weights[token, place].unsqueeze(1))
+        return out.to(x.dtype)
+
+    return product

@@ -6,6 +6,7 @@ Next file: `mlp.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from octavo.forward import ForwardBatch
 from octavo.layers.build import Build
 from octavo.layers.linear import QKV, Row
 from octavo.layers.norm import RMSNorm
+from octavo.layers.parameters import Layer
 from octavo.layers.rope import Rope
 from octavo.models.spec import ModelSpec
 
@@ -66,6 +68,14 @@ class Attention:
         q, k = self.rope(q, k, batch.positions)
         attended = self._backend.forward(q, k, v, self._layer, self.need, batch, sinks=self.sinks)
         return self.output(attended)
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Layers with parameters, in the order of use."""
+        yield "qkv", self.qkv
+        if self.query_norm is not None and self.key_norm is not None:
+            yield "query_norm", self.query_norm
+            yield "key_norm", self.key_norm
+        yield "output", self.output
 
     def _rules(self) -> HeadRules:
         if self.query_norm is None or self.key_norm is None:

@@ -5,10 +5,13 @@ After Shazeer 2020, arXiv:2002.05202. Next file: `models/decoder.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from octavo.layers.build import Build
 from octavo.layers.linear import GateUp, Row
+from octavo.layers.parameters import Layer
 
 
 class MLP:
@@ -25,3 +28,8 @@ class MLP:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
         return self.down(self.gate_up.gated(x))
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Layers with parameters, in the order of use."""
+        yield "gate_up", self.gate_up
+        yield "down", self.down

@@ -20,6 +20,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.parameters import Layer
 from octavo.layers.rope import Rope
+from octavo.models.sparse import SparseBlock
 from octavo.models.spec import ModelSpec
 
 
@@ -53,14 +54,11 @@ class Block:
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""
         yield "attention_norm", self.attention_norm
-        yield "attention.qkv", self.attention.qkv
-        if self.attention.query_norm is not None and self.attention.key_norm is not None:
-            yield "attention.query_norm", self.attention.query_norm
-            yield "attention.key_norm", self.attention.key_norm
-        yield "attention.output", self.attention.output
+        for name, layer in self.attention.named_layers():
+            yield f"attention.{name}", layer
         yield "mlp_norm", self.mlp_norm
-        yield "mlp.gate_up", self.mlp.gate_up
-        yield "mlp.down", self.mlp.down
+        for name, layer in self.mlp.named_layers():
+            yield f"mlp.{name}", layer
 
 
 class Decoder:
@@ -72,6 +70,8 @@ class Decoder:
 
     __slots__ = ("blocks", "embedding", "head", "norm", "rope", "spec")
 
+    blocks: tuple[Block | SparseBlock, ...]
+
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         if build.mesh.pp.size != 1:
             raise ConfigError(
@@ -81,9 +81,8 @@ class Decoder:
         self.spec = spec
         self.rope = Rope(build, spec.rope, spec.max_model_len)
         self.embedding = VocabEmbedding(build, spec.vocab_size, spec.hidden_size)
-        self.blocks = tuple(
-            Block(spec, build, self.rope, layer) for layer in range(spec.num_layers)
-        )
+        kind = Block if spec.moe is None and spec.latent is None else SparseBlock
+        self.blocks = tuple(kind(spec, build, self.rope, layer) for layer in range(spec.num_layers))
         self.norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
         self.head = Head(
             build,

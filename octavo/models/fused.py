@@ -62,12 +62,12 @@ def fuse(decoder: Decoder, ops: Ops) -> FusedDecoder | str:
     """
     if ops.stack is None:
         return f"{ops.name} kernels have no fused stack"
-    attention = decoder.blocks[0].attention._backend.name if decoder.blocks else ""
-    if attention != "native":
-        return f"the pages are laid out for {attention or 'no'} attention"
     reason = unsupported(decoder.spec)
     if reason:
         return reason
+    attention = decoder.blocks[0].attention._backend.name if decoder.blocks else ""
+    if attention != "native":
+        return f"the pages are laid out for {attention or 'no'} attention"
     stack = ops.stack(_model(decoder))
     return stack if isinstance(stack, str) else FusedDecoder(decoder, stack)
 
@@ -76,6 +76,10 @@ def unsupported(spec: ModelSpec) -> str:
     """Which switch of the model the stack does not have; empty if it has all."""
     if spec.rope.dim != spec.head_dim:
         return f"rotation of {spec.rope.dim} of {spec.head_dim} dimensions"
+    if spec.moe is not None:
+        return "routed experts"
+    if spec.latent is not None:
+        return "latent attention"
     if spec.num_layers == 0:
         return "no layers"
     return ""
@@ -84,7 +88,7 @@ def unsupported(spec: ModelSpec) -> str:
 def _model(decoder: Decoder) -> StackModel:
     spec, need = decoder.spec, decoder.blocks[0].attention.need
     return StackModel(
-        blocks=tuple(_block(block) for block in decoder.blocks),
+        blocks=tuple(_block(block) for block in decoder.blocks if isinstance(block, Block)),
         embedding=decoder.embedding.packed,
         norm=decoder.norm.weight,
         head=decoder.head.packed,

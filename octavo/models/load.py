@@ -28,6 +28,19 @@ def attention_need(
     cache_dtype: torch.dtype | None = None,
 ) -> AttentionNeed:
     """What `spec` asks of an attention backend on one rank; `cache_dtype` None is `dtype`."""
+    latent = spec.latent
+    if latent is not None:
+        return AttentionNeed(
+            num_heads=mesh.tp.share(spec.num_heads)[1],
+            num_kv_heads=1,
+            head_dim=latent.rank + latent.rope_dim,
+            scale=latent.scale,
+            block_size=block_size,
+            dtype=dtype,
+            cache_dtype=cache_dtype or dtype,
+            device=device,
+            latent=latent.rank,
+        )
     return AttentionNeed(
         num_heads=mesh.tp.share(spec.num_heads)[1],
         num_kv_heads=share_kv_heads(spec.num_kv_heads, mesh.tp)[1],

@@ -67,6 +67,14 @@ class Reader:
             raise self.error(key, "must be a token id or a list of them")
         return tuple(values)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, empty if absent."""
+        value = self._values.get(key)
+        values = [] if value is None else value
+        if not isinstance(values, list) or not all(type(one) is int for one in values):
+            raise self.error(key, "must be a list of whole numbers")
+        return tuple(values)
+
     def texts(self, key: str) -> tuple[str, ...] | None:
         """A list of strings, or None if absent."""
         value = self._values.get(key)

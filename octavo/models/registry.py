@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
-from octavo.models import llama, mistral, qwen
+from octavo.models import deepseek, llama, mistral, moe, qwen
 from octavo.models.spec import ModelSpec
 
 
@@ -28,15 +28,24 @@ class Family:
 
     def ignored_names(self, spec: ModelSpec) -> tuple[str, ...]:
         """Patterns of checkpoint tensors that a model of `spec` has no use for."""
-        return self.ignored + (self.ignored_if_tied if spec.tied else ())
+        first = spec.num_layers
+        extra = tuple(
+            rf"model\.layers\.{layer}\..*" for layer in range(first, first + spec.extra_layers)
+        )
+        return self.ignored + extra + (self.ignored_if_tied if spec.tied else ())
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": Family(deepseek.v2_spec, deepseek.names),
+        "DeepseekV3ForCausalLM": Family(deepseek.v3_spec, deepseek.names),
         "LlamaForCausalLM": Family(llama.spec_of, llama.names),
         "MistralForCausalLM": Family(mistral.spec_of, llama.names),
+        "MixtralForCausalLM": Family(moe.mixtral_spec, moe.mixtral_names),
         "Qwen2ForCausalLM": Family(qwen.qwen2_spec, llama.names),
+        "Qwen2MoeForCausalLM": Family(moe.qwen2_spec, moe.qwen_names),
         "Qwen3ForCausalLM": Family(qwen.qwen3_spec, llama.names),
+        "Qwen3MoeForCausalLM": Family(moe.qwen3_spec, moe.qwen_names),
     }
 )
 

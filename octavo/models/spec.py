@@ -35,6 +35,37 @@ def yarn_gain(factor: float, weight: float = 1.0) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A layer of routed experts, and which layers are such."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert
+    layers: tuple[bool, ...]
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False  # the chosen experts' weights sum to `scale`
+    scale: float = 1.0
+    groups: int = 1  # of experts, of which a token's come from `top_groups`
+    top_groups: int = 1
+    correction: bool = False  # a bias on the scores to choose by
+    shared_size: int = 0  # width of the experts that all tokens go to; 0 is none
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads come from one vector a token."""
+
+    rank: int  # of that vector, which is cached beside the rotated part of the keys
+    plain_dim: int  # a head's query and key: this, not rotated, and `rope_dim` rotated
+    rope_dim: int
+    value_dim: int
+    query_rank: int  # queries come through so many dimensions; 0: straight from the hidden state
+    scale: float  # of the scores
+    interleaved: bool = True  # neighbours are rotated together in the checkpoint, not halves
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes and switches of one decoder-only model."""
 
@@ -56,6 +87,9 @@ class ModelSpec:
     qk_norm: bool = False
     window: int = 0  # sliding window in tokens, 0 is none
     window_layers: tuple[bool, ...] = ()  # which layers have it; empty is all
+    moe: MoeSpec | None = None
+    latent: LatentSpec | None = None
+    extra_layers: int = 0  # in the checkpoint after the model's own, for drafts; not loaded
     dtype: str = "bfloat16"  # of the checkpoint
     eos_ids: tuple[int, ...] = ()
     quantization: str = ""

@@ -168,7 +168,7 @@ def fill(
 def shortened(decoder: Decoder) -> Decoder:
     """The same with one block of each kind: it launches all kernels that the whole one does."""
     short = copy(decoder)
-    kinds = {block.attention.need: block for block in reversed(decoder.blocks)}
+    kinds = {(block.attention.need, type(block.mlp)): block for block in reversed(decoder.blocks)}
     short.blocks = tuple(kinds.values())
     return short
 

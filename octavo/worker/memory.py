@@ -43,10 +43,19 @@ class CachePlan:
 
 
 def cache_bytes_per_block(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, item_bytes: int
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    item_bytes: int,
+    latent: bool = False,
 ) -> int:
-    """Bytes of one block's keys and values over all layers."""
-    return 2 * num_layers * num_kv_heads * head_dim * block_size * item_bytes
+    """Bytes of one block's keys and values over all layers; of `latent` attention, of keys alone.
+
+    There `head_dim` is the latent's rank and the rotated dimensions, and there is one head.
+    """
+    return (1 if latent else 2) * num_layers * num_kv_heads * head_dim * block_size * item_bytes
 
 
 def plan_cache(request: CacheRequest) -> CachePlan:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionNeed
+from octavo.attention.mla_sdpa import LatentSdpaAttention
 from octavo.attention.native import NativeAttention
 from octavo.attention.sdpa import SdpaAttention
 from octavo.forward import ForwardBatch, KVCache
@@ -177,20 +178,21 @@ def native_library() -> Library | str:
 
 def parts_of(kernels: str, need: AttentionNeed) -> tuple[Ops, AttentionBackend]:
     """The kernels of that name ("fused" are native ones); skips the test if they cannot be had."""
+    plain: AttentionBackend = LatentSdpaAttention() if need.latent else SdpaAttention()
     if kernels == "reference":
-        return reference_ops(need.dtype), SdpaAttention()
+        return reference_ops(need.dtype), plain
     if kernels == "onednn":
         table = onednn_ops(need.dtype)
         if isinstance(table, str):
             pytest.skip(f"no oneDNN kernels: {table}")
-        return table, SdpaAttention()
+        return table, plain
     library = native_library()
     if isinstance(library, str):
         pytest.skip(f"no native kernels: {library}")
     if library.refuse(need.dtype):
         pytest.skip(library.refuse(need.dtype))
     native = NativeAttention(library)
-    attention = SdpaAttention() if native.supports(need) else native
+    attention = plain if need.latent or native.supports(need) else native
     return NativeOps(library, need.dtype).table("for tests"), attention
 
 
@@ -230,14 +232,15 @@ def make_build(
     """A build on the CPU, of the reference parts unless others are given."""
     mesh = mesh or Mesh.single()
     ops = ops or reference_ops(dtype)
+    need = attention_need(spec, mesh=mesh, device="cpu", block_size=block_size, dtype=dtype)
     return Build(
         mesh=mesh,
         device="cpu",
         dtype=dtype,
         ops=ops,
         quant=Unquantized(ops, dtype),
-        attention=attention or SdpaAttention(),
-        need=attention_need(spec, mesh=mesh, device="cpu", block_size=block_size, dtype=dtype),
+        attention=attention or (LatentSdpaAttention() if need.latent else SdpaAttention()),
+        need=need,
     )
 
 

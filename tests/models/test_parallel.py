@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from octavo.layers import embedding, linear
+from octavo.layers import embedding, experts, linear
 from octavo.layers.embedding import Head, VocabEmbedding
 from octavo.layers.linear import QKV, Column, GateUp, Linear, Replicated, Row, share_kv_heads
 from octavo.layers.parameters import Layer
@@ -73,7 +73,7 @@ def ranks_of(size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     def all_gather(x: Tensor, axis: Axis) -> Tensor:
         return torch.cat(ranks.exchange(x, axis.rank), dim=-1) if axis.size > 1 else x
 
-    for module in (linear, embedding):
+    for module in (linear, embedding, experts):
         monkeypatch.setattr(module, "all_reduce", all_reduce)
     monkeypatch.setattr(embedding, "all_gather", all_gather)
     yield ranks
@@ -205,6 +205,9 @@ def test_vocabulary_is_padded_and_its_padding_hidden(
         ("llama-biases", 2),
         ("llama-all-kv-heads", 4),
         ("qwen3-biases-window", 4),
+        ("qwen2-moe", 2),
+        ("deepseek-v2", 2),
+        ("deepseek-v3-halves", 4),
     ],
 )
 def test_decoder_over_ranks_equals_one(

@@ -27,6 +27,29 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 1000.0, "rope_type": kind, **more}}
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+YARN = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=64,
+    mscale=0.8,
+    mscale_all_dim=0.6,
+    beta_fast=32.0,
+    beta_slow=1.0,
+)
+
 # name -> (architecture, what differs from SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
@@ -81,6 +104,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 2,
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 32,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "deepseek-v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **YARN,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**LATENT, **YARN, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 9}),
 }
@@ -132,12 +205,23 @@ def shared_twin(case: str) -> Twin:
     return twin
 
 
-def make_twin(case: str, dtype: torch.dtype = torch.float32, seed: int | None = None) -> Twin:
-    """The model of a case with fresh weights; biases and norms are random too."""
+def make_twin(
+    case: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+    *,
+    every_expert: bool = False,
+) -> Twin:
+    """The model of a case with fresh weights; biases and norms are random too.
+
+    With `every_expert` routed tokens go to all experts, so that nothing is chosen.
+    """
     seed = secrets.randbits(31) if seed is None else seed
     print(f"case {case}, seed {seed}")  # shown by pytest on failure
     torch.manual_seed(seed)
     family, changes = CASES[case]
+    if every_expert:
+        changes = {**changes, **all_chosen(changes)}
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -145,7 +229,51 @@ def make_twin(case: str, dtype: torch.dtype = torch.float32, seed: int | None = 
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name
             parameter.normal_(1.0 if is_norm else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model = model.to(dtype)
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    state = in_file(model.state_dict())
+    if family == "Mixtral":
+        state = {mixtral_name(name): tensor for name, tensor in state.items()}
     as_file = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"]}
     return Twin(model, as_file, state, seed)
+
+
+def in_file(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as checkpoints hold them: transformers fuses experts, in files they lie apart."""
+    out = {}
+    for name, tensor in state.items():
+        tensor = tensor.detach()
+        prefix, _, fused = name.rpartition(".experts.")
+        if fused not in ("gate_up_proj", "down_proj"):
+            out[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = [weight] if fused == "down_proj" else weight.chunk(2)
+            sides = ["down"] if fused == "down_proj" else ["gate", "up"]
+            for side, part in zip(sides, parts, strict=True):
+                out[f"{prefix}.experts.{expert}.{side}_proj.weight"] = part
+    return out
+
+
+def mixtral_name(name: str) -> str:
+    """transformers' name -> the file's."""
+    for ours, theirs in (
+        ("mlp", "block_sparse_moe"),
+        ("gate_proj", "w1"),
+        ("up_proj", "w3"),
+        ("down_proj", "w2"),
+    ):
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return name
+
+
+def all_chosen(changes: dict[str, Any]) -> dict[str, Any]:
+    """What makes a case's tokens go to all its experts; nothing if it has none."""
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = [changes[key] for key in keys if key in changes]
+    found: dict[str, Any] = {"num_experts_per_tok": counts[0]} if counts else {}
+    if "n_group" in changes:
+        found["topk_group"] = changes["n_group"]
+    return found

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.attention.base import AttentionNeed
+from octavo.attention.mla_sdpa import LatentSdpaAttention
 from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout
@@ -129,6 +131,26 @@ def test_bytes_of_a_block_are_those_of_a_layout() -> None:
     layout = CacheLayout(shape, shape, torch.bfloat16)
     assert layout.layer_bytes * 30 == cache_bytes_per_block(
         num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, item_bytes=2
+    )
+
+
+def test_a_latent_is_stored_once_for_all_heads() -> None:
+    """Bytes of a token are (rank + rotated) x layers x item, whatever the number of heads."""
+    need = AttentionNeed(
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=512 + 64,
+        scale=1.0,
+        block_size=16,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.bfloat16,
+        device="cpu",
+        latent=512,
+    )
+    found = LatentSdpaAttention().layout(need, 5).layer_bytes * 27
+    assert found == 5 * 16 * (512 + 64) * 27 * 2
+    assert found == 5 * cache_bytes_per_block(
+        num_layers=27, num_kv_heads=1, head_dim=576, block_size=16, item_bytes=2, latent=True
     )
 
 

@@ -1,0 +1,188 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), with its projections absorbed.
+
+A head's key is a projection of the token's latent, so its product with a query is that of the
+latent with the query projected back; likewise a sum of values is the projection of a sum of
+latents. So only latents are stored, once for all heads, and attention runs over one key head.
+Not for: storing and attending (`attention/mla_sdpa.py`). Next file: `models/sparse.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from octavo.forward import ForwardBatch
+from octavo.layers.build import Build
+from octavo.layers.linear import Linear, Row
+from octavo.layers.norm import RMSNorm
+from octavo.layers.parameters import Layer, Parameters
+from octavo.layers.rope import Rope
+from octavo.models.spec import LatentSpec, ModelSpec
+from octavo.weights.spec import ParamSpec, Part
+
+INNER_EPS = 1e-6  # of the norms inside attention, whatever the model's other norms have
+
+
+class Reordered(Linear):
+    """A Linear some of whose output rows are put into another order as they are loaded."""
+
+    __slots__ = ("_order",)
+
+    def __init__(
+        self, build: Build, parts: tuple[Part, ...], in_features: int, order: Tensor | None
+    ) -> None:
+        """`order` i64[rows]: which of the checkpoint's rows stands at each place; None is as is."""
+        super().__init__(build, parts, in_features, bias=False)
+        self._order = order
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes one parameter, all of which have their rows along the first dimension."""
+        if self._order is not None:
+            tensor = tensor.index_select(0, self._order.to(tensor.device))
+        super().set_param(name, tensor)
+
+
+class Absorbed:
+    """The projection from latents to keys and values, as one factor a head for either side.
+
+    `keys` [Q, plain, L] and `values` [Q, L, V] exist after `finish`.
+    """
+
+    __slots__ = ("_latent", "_parameters", "keys", "values")
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, build: Build, num_heads: int, latent: LatentSpec) -> None:
+        """`num_heads` is the whole model's."""
+        start, count = build.mesh.tp.share(num_heads)
+        height = latent.plain_dim + latent.value_dim
+        part = Part("", count * height, num_heads * height, start * height)
+        spec = ParamSpec(
+            (part.size, latent.rank),
+            build.dtype,
+            (part,),
+            out_dim=0,
+            in_dim=1,
+            in_full=latent.rank,
+        )
+        self._latent = latent
+        self._parameters = Parameters({"weight": spec})
+
+    def param_specs(self) -> dict[str, ParamSpec]:
+        """One matrix, "weight" [Q * (plain + V), L]."""
+        return self._parameters.specs
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes the matrix; see `Layer`."""
+        self._parameters.set(name, tensor)
+
+    def finish(self) -> None:
+        """Divides the matrix into keys' and values' factors."""
+        latent = self._latent
+        weight = self._parameters.take()["weight"]
+        heads = weight.view(-1, latent.plain_dim + latent.value_dim, latent.rank)
+        keys, values = torch.split(heads, [latent.plain_dim, latent.value_dim], dim=1)
+        self.keys, self.values = keys.contiguous(), values.transpose(1, 2).contiguous()
+
+    def query(self, plain: Tensor) -> Tensor:
+        """Queries [T, Q, plain] -> [T, Q, L], to be multiplied by latents."""
+        return torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
+
+    def value(self, latents: Tensor) -> Tensor:
+        """Sums of latents [T, Q, L] -> [T, Q * V]."""
+        return torch.bmm(latents.transpose(0, 1), self.values).transpose(0, 1).flatten(1)
+
+
+class LatentAttention:
+    """Latent attention of one decoder block; `query` and `query_norm` are None without a rank."""
+
+    __slots__ = (
+        *("_backend", "_latent", "_layer", "absorbed", "input", "latent_norm", "need", "output"),
+        *("query", "query_norm", "rope"),
+    )
+
+    query: Reordered | None
+    query_norm: RMSNorm | None
+
+    def __init__(self, build: Build, spec: ModelSpec, rope: Rope, layer: int) -> None:
+        """`layer` is the block's index in the model, counted from 0."""
+        latent = spec.latent
+        assert latent is not None, "the model has no latent attention"
+        self._backend = build.attention
+        self._latent = latent
+        self._layer = layer
+        self.need = build.need
+        self.rope = rope
+        queries = query_part(build, spec.num_heads, latent)
+        turns = head_order(queries.size, latent)
+        cached = latent.rank + latent.rope_dim
+        rest = Part("latent", cached, cached, 0)
+        if latent.query_rank:
+            first = Part("query_low", latent.query_rank, latent.query_rank, 0)
+            order = torch.arange(first.size)
+            self.query_norm = RMSNorm(build, latent.query_rank, INNER_EPS)
+            self.query = Reordered(build, (queries,), latent.query_rank, turns)
+        else:
+            first, order = queries, torch.arange(queries.size) if turns is None else turns
+            self.query_norm = self.query = None
+        rest_order = rope_order(cached, latent)
+        whole = torch.cat((order, first.size + rest_order)) if latent.interleaved else None
+        self.input = Reordered(build, (first, rest), spec.hidden_size, whole)
+        self.latent_norm = RMSNorm(build, latent.rank, INNER_EPS)
+        self.absorbed = Absorbed(build, spec.num_heads, latent)
+        self.output = Row(build, spec.num_heads * latent.value_dim, spec.hidden_size)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> [T, H]; stores the latents of all T tokens."""
+        latent = self._latent
+        sizes = [self.input.parts[0].size, latent.rank, latent.rope_dim]
+        first, vector, key = torch.split(self.input(x), sizes, dim=1)
+        if self.query_norm is not None and self.query is not None:
+            first = self.query(self.query_norm(first.contiguous()))
+        heads = first.view(len(x), -1, latent.plain_dim + latent.rope_dim)
+        plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
+        turned, key = self.rope(
+            turning.contiguous(), key.unsqueeze(1).contiguous(), batch.positions
+        )
+        query = torch.cat((self.absorbed.query(plain), turned), dim=2)
+        stored = torch.cat((self.latent_norm(vector.contiguous()).unsqueeze(1), key), dim=2)
+        attended = self._backend.forward(
+            query, stored, stored[..., : latent.rank], self._layer, self.need, batch
+        )
+        return self.output(self.absorbed.value(attended.view(len(x), -1, latent.rank)))
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Layers with parameters, in the order of use."""
+        yield "input", self.input
+        if self.query_norm is not None and self.query is not None:
+            yield "query_norm", self.query_norm
+            yield "query", self.query
+        yield "latent_norm", self.latent_norm
+        yield "absorbed", self.absorbed
+        yield "output", self.output
+
+
+def query_part(build: Build, num_heads: int, latent: LatentSpec) -> Part:
+    """This rank's rows of the last projection to queries, whole heads."""
+    start, count = build.mesh.tp.share(num_heads)
+    size = latent.plain_dim + latent.rope_dim
+    return Part("query", count * size, num_heads * size, start * size)
+
+
+def head_order(rows: int, latent: LatentSpec) -> Tensor | None:
+    """i64[rows]: the order that puts the rotated pairs of each head apart; None if they are."""
+    if not latent.interleaved:
+        return None
+    size = latent.plain_dim + latent.rope_dim
+    starts = torch.arange(0, rows, size).unsqueeze(1)
+    return (starts + rope_order(size, latent)).flatten()
+
+
+def rope_order(size: int, latent: LatentSpec) -> Tensor:
+    """i64[size], of which the last `rope_dim` are rotated: first all of each pair's first ones."""
+    plain = size - latent.rope_dim
+    pairs = plain + torch.arange(latent.rope_dim).view(-1, 2).t().flatten()
+    return torch.cat((torch.arange(plain), pairs))

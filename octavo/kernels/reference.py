@@ -31,6 +31,7 @@ def reference_ops(dtype: torch.dtype) -> Ops:
         add_rms_norm=add_rms_norm,
         rope=rope,
         silu_mul=silu_mul,
+        gelu_mul=gelu_mul,
         sample=sample,
     )
 
@@ -84,3 +85,9 @@ def silu_mul(x: Tensor) -> Tensor:
     """x [T, 2 * I], gate half then up half -> silu(gate) * up [T, I]."""
     gate, up = x.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def gelu_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * I], gate half then up half -> gelu(gate) * up [T, I], GELU in its tanh form."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(x.dtype)

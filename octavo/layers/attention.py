@@ -15,7 +15,7 @@ from octavo.forward import ForwardBatch
 from octavo.layers.build import Build
 from octavo.layers.linear import QKV, Row
 from octavo.layers.norm import RMSNorm
-from octavo.layers.rope import Rope
+from octavo.layers.rope import Rope, head_order
 from octavo.models.spec import ModelSpec
 
 
@@ -46,9 +46,11 @@ class Attention:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             bias=spec.qkv_bias,
+            joined=spec.fused_qkv,
+            order=head_order(spec.rope),
         )
-        self.query_norm = RMSNorm(build, spec.head_dim, spec.rms_eps) if spec.qk_norm else None
-        self.key_norm = RMSNorm(build, spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+        self.query_norm = self._head_norm(build, spec)
+        self.key_norm = self._head_norm(build, spec)
         self.output = Row(
             build, spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias
         )
@@ -66,6 +68,11 @@ class Attention:
         q, k = self.rope(q, k, batch.positions)
         attended = self._backend.forward(q, k, v, self._layer, self.need, batch, sinks=self.sinks)
         return self.output(attended)
+
+    def _head_norm(self, build: Build, spec: ModelSpec) -> RMSNorm | None:
+        if not spec.qk_norm:
+            return None
+        return RMSNorm(build, spec.head_dim, spec.rms_eps, offset=spec.norm_offset)
 
     def _rules(self) -> HeadRules:
         if self.query_norm is None or self.key_norm is None:

@@ -136,7 +136,7 @@ def test_windows() -> None:
         (LLAMA, "eos_token_id", "2"),
         (LLAMA, "torch_dtype", "float8"),
         (LLAMA, "rope_scaling", "linear"),
-        (LLAMA, "rope_scaling.rope_type", {"rope_type": "longrope"}),
+        (LLAMA, "rope_scaling.rope_type", {"rope_type": "proportional"}),
         (LLAMA, "rope_scaling.type", {"type": "mrope"}),
         (LLAMA, "rope_scaling.factor", {"type": "linear"}),
         (LLAMA, "rope_scaling.factor", {"type": "linear", "factor": -1}),

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from octavo.kernels.experts import GroupedExperts
 from octavo.kernels.ops import Ops, PackedWeight
-from octavo.kernels.triton.activation import silu_mul
+from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.gemv import gemv
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
@@ -47,6 +47,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
         add_rms_norm=add_rms_norm,
         rope=rope,
         silu_mul=silu_mul,
+        gelu_mul=gelu_mul,
         sample=sample,
         sample_checked=sample_checked,
         linear_silu=linear_silu,

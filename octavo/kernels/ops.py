@@ -55,7 +55,7 @@ class Ops:
     linear: Callable[[Tensor, PackedWeight, Tensor | None, torch.dtype | None], Tensor]
     # ids i32[T], weight -> [T, K], the rows of a (packed) embedding
     embed: Callable[[Tensor, PackedWeight], Tensor]
-    # x [T, H], weight [H], eps -> [T, H]
+    # x [T, H], weight [H] of x's dtype or f32, eps -> [T, H]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     # x [T, H], residual [T, H], weight [H], eps -> (norm(x + residual), x + residual)
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -64,6 +64,8 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     # x [T, 2 * I] (gate half, up half) -> silu(gate) * up [T, I]
     silu_mul: Callable[[Tensor], Tensor]
+    # The same with GELU in its tanh form for silu
+    gelu_mul: Callable[[Tensor], Tensor]
     # logits f32[S, V], settings -> i32[S]; rows with temperature 0 are greedy.
     # The draw is a function of (logits, settings, seed, position) alone.
     sample: Callable[[Tensor, SampleRows], Tensor]

@@ -6,6 +6,8 @@ the end. Not for: speed. Next file: `cpu/`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -31,6 +33,7 @@ def reference_ops(dtype: torch.dtype) -> Ops:
         add_rms_norm=add_rms_norm,
         rope=rope,
         silu_mul=silu_mul,
+        gelu_mul=gelu_mul,
         sample=sample,
         experts=experts,
     )
@@ -101,3 +104,11 @@ def experts(gate_up: Tensor, down: Tensor) -> ExpertProduct:
         return out.to(x.dtype)
 
     return product
+
+
+def gelu_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * I], gate half then up half -> gelu(gate) * up [T, I], GELU in its tanh form."""
+    gate, up = x.float().chunk(2, dim=-1)
+    # 0.5 (1 + tanh(u)) is the sigmoid of 2u, which keeps its digits where that cancels.
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return (gate * torch.sigmoid(2 * inner) * up).to(x.dtype)

@@ -17,7 +17,7 @@ from octavo.layers.build import Build
 from octavo.layers.linear import QKV, Row
 from octavo.layers.norm import RMSNorm
 from octavo.layers.parameters import Layer
-from octavo.layers.rope import Rope
+from octavo.layers.rope import Rope, head_order
 from octavo.models.spec import ModelSpec
 
 
@@ -48,9 +48,11 @@ class Attention:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             bias=spec.qkv_bias,
+            joined=spec.fused_qkv,
+            order=head_order(spec.rope),
         )
-        self.query_norm = RMSNorm(build, spec.head_dim, spec.rms_eps) if spec.qk_norm else None
-        self.key_norm = RMSNorm(build, spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+        self.query_norm = self._head_norm(build, spec)
+        self.key_norm = self._head_norm(build, spec)
         self.output = Row(
             build, spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias
         )
@@ -76,6 +78,11 @@ class Attention:
             yield "query_norm", self.query_norm
             yield "key_norm", self.key_norm
         yield "output", self.output
+
+    def _head_norm(self, build: Build, spec: ModelSpec) -> RMSNorm | None:
+        if not spec.qk_norm:
+            return None
+        return RMSNorm(build, spec.head_dim, spec.rms_eps, offset=spec.norm_offset)
 
     def _rules(self) -> HeadRules:
         if self.query_norm is None or self.key_norm is None:

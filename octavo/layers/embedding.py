@@ -51,14 +51,19 @@ class VocabRows:
 class VocabEmbedding:
     """Token id to vector. `packed` exists after `finish`."""
 
-    __slots__ = ("_axis", "_ops", "_rows", "packed")
+    __slots__ = ("_axis", "_ops", "_rows", "_scale", "packed")
 
     packed: PackedWeight
 
-    def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, build: Build, vocab_size: int, hidden_size: int, *, scale: float = 1.0
+    ) -> None:
+        """Vectors are multiplied by `scale`, a tied head's are not."""
         self._axis = build.mesh.tp
         self._ops = build.ops
         self._rows = VocabRows(build, vocab_size, hidden_size)
+        # The models that scale were trained with the factor in the activations' dtype.
+        self._scale = torch.tensor(scale, dtype=build.dtype).item()
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """One matrix, "weight"."""
@@ -74,6 +79,10 @@ class VocabEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids i32[T] -> [T, H]."""
+        vectors = self._look_up(ids)
+        return vectors if self._scale == 1.0 else vectors * self._scale
+
+    def _look_up(self, ids: Tensor) -> Tensor:
         if self._axis.size == 1:
             return self._ops.embed(ids, self.packed)
         part = self._rows.part
@@ -86,7 +95,7 @@ class VocabEmbedding:
 class Head:
     """Hidden state to logits. `packed` exists after `finish`."""
 
-    __slots__ = ("_axis", "_ops", "_rows", "_tied", "_vocab_size", "packed")
+    __slots__ = ("_axis", "_ops", "_rows", "_soft_cap", "_tied", "_vocab_size", "packed")
 
     packed: PackedWeight
 
@@ -97,8 +106,13 @@ class Head:
         hidden_size: int,
         *,
         tied: VocabEmbedding | None = None,
+        soft_cap: float = 0.0,
     ) -> None:
-        """With `tied` the head has no parameters of its own, and must be finished after it."""
+        """With `tied` the head has no parameters of its own, and must be finished after it.
+
+        With `soft_cap` logits are bent into (-soft_cap, soft_cap) by its tanh.
+        """
+        self._soft_cap = soft_cap
         self._axis = build.mesh.tp
         self._ops = build.ops
         self._vocab_size = vocab_size
@@ -124,7 +138,10 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Hidden [S, H] -> logits f32[S, V], whole on every rank."""
         logits = self._ops.linear(hidden, self.packed, None, torch.float32)
-        return all_gather(logits, self._axis)[:, : self._vocab_size]
+        logits = all_gather(logits, self._axis)[:, : self._vocab_size]
+        if self._soft_cap:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return logits
 
 
 def vocab_part(vocab_size: int, axis: Axis) -> tuple[Part, int]:

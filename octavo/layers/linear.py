@@ -12,12 +12,17 @@ is cut is said in `param_specs`. Next file: `embedding.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.kernels.ops import PackedWeight
 from octavo.layers.build import Build
 from octavo.layers.parameters import Parameters
+from octavo.models.spec import Activation
 from octavo.parallel.collectives import all_reduce
 from octavo.parallel.mesh import Axis
 from octavo.weights.spec import ParamSpec, Part
@@ -127,7 +132,7 @@ class QKV(Linear):
     With fewer key/value heads than ranks, neighbouring ranks hold copies of the same head.
     """
 
-    __slots__ = ("head_dim", "num_heads", "num_kv_heads")
+    __slots__ = ("_order", "head_dim", "num_heads", "num_kv_heads")
 
     def __init__(
         self,
@@ -138,8 +143,21 @@ class QKV(Linear):
         num_kv_heads: int,
         head_dim: int,
         bias: bool,
+        joined: bool = False,
+        order: Tensor | None = None,
     ) -> None:
-        """`num_heads` and `num_kv_heads` are the whole model's; the attributes are the rank's."""
+        """`num_heads` and `num_kv_heads` are the whole model's; the attributes are the rank's.
+
+        `joined`: the three are one tensor in the checkpoint too. `order` i64[D] says which
+        dimension of a head in the checkpoint is which of ours, for query and key.
+        """
+        if order is not None and build.quant.name != "none":
+            raise ConfigError(
+                f"{build.quant.name} weights cannot be put into another order of dimensions, which "
+                "this model's rotary positions need; use unquantized weights",
+                "quantization",
+            )
+        self._order = order
         axis = build.mesh.tp
         start, self.num_heads = axis.share(num_heads)
         kv_start, self.num_kv_heads = share_kv_heads(num_kv_heads, axis)
@@ -147,7 +165,16 @@ class QKV(Linear):
         query = Part("q", self.num_heads * head_dim, num_heads * head_dim, start * head_dim)
         rows = (self.num_kv_heads * head_dim, num_kv_heads * head_dim, kv_start * head_dim)
         parts = (query, Part("k", *rows), Part("v", *rows))
-        super().__init__(build, parts, hidden_size, bias=bias)
+        super().__init__(build, join(parts) if joined else parts, hidden_size, bias=bias)
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes one parameter, rows in the checkpoint's order; see `Layer`."""
+        if self._order is not None:
+            turned = (self.num_heads + self.num_kv_heads) * self.head_dim
+            heads = tensor[:turned].view(-1, self.head_dim, *tensor.shape[1:])
+            heads = heads.index_select(1, self._order.to(tensor.device))
+            tensor = torch.cat((heads.view(turned, *tensor.shape[1:]), tensor[turned:]))
+        super().set_param(name, tensor)
 
     def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output [T, (Q + 2K) * D] -> q [T, Q, D], k and v [T, K, D], contiguous copies."""
@@ -160,28 +187,51 @@ class QKV(Linear):
 class GateUp(Linear):
     """The two input projections of a gated MLP in one matrix: gate rows, then up rows."""
 
-    __slots__ = ("_fused", "_silu_mul")
+    __slots__ = ("_fused", "_multiply")
 
-    def __init__(self, build: Build, hidden_size: int, intermediate_size: int, *, bias: bool):
+    def __init__(
+        self,
+        build: Build,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        activation: Activation = "silu",
+        joined: bool = False,
+    ) -> None:
+        """`joined`: the two are one tensor in the checkpoint too."""
         axis = build.mesh.tp
         gate = even_part("gate", intermediate_size, axis)
         up = even_part("up", intermediate_size, axis)
-        super().__init__(build, (gate, up), hidden_size, bias=bias)
-        self._silu_mul = build.ops.silu_mul
+        parts = (gate, up)
+        super().__init__(build, join(parts) if joined else parts, hidden_size, bias=bias)
+        silu = activation == "silu"
+        self._multiply = build.ops.silu_mul if silu else build.ops.gelu_mul
         # Kernels read plain weights; other formats are the quant method's own to multiply.
-        self._fused = build.ops.linear_silu if build.quant.name == "none" else None
+        plain = build.quant.name == "none"
+        self._fused = build.ops.linear_silu if silu and plain else None
 
     def gated(self, x: Tensor) -> Tensor:
-        """x [T, in] -> silu(gate x) * up x [T, I], this rank's share."""
+        """x [T, in] -> activation(gate x) * up x [T, I], this rank's share."""
         if self._fused is not None:
             return self._fused(x, self.packed, self.bias)
-        return self._silu_mul(self(x))
+        return self._multiply(self(x))
 
 
 def even_part(name: str, full: int, axis: Axis) -> Part:
     """This rank's even share of `full` rows."""
     start, size = axis.share(full)
     return Part(name, size, full, start)
+
+
+def join(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The same rows where the parts' tensors lie one after the other in one tensor."""
+    full = sum(part.full for part in parts)
+    starts = accumulate((part.full for part in parts), initial=0)
+    return tuple(
+        replace(part, full=full, start=first + part.start)
+        for part, first in zip(parts, starts, strict=False)
+    )
 
 
 def share_kv_heads(num_kv_heads: int, axis: Axis) -> tuple[int, int]:

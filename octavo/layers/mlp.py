@@ -1,4 +1,4 @@
-"""MLP: the gated feed-forward of Llama and its kin, down(silu(gate x) * up x).
+"""MLP: the gated feed-forward of Llama and its kin, down(silu(gate x) * up x), or GELU.
 
 After Shazeer 2020, arXiv:2002.05202. Next file: `models/decoder.py`.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.layers.build import Build
 from octavo.layers.linear import GateUp, Row
 from octavo.layers.parameters import Layer
+from octavo.models.spec import Activation
 
 
 class MLP:
@@ -20,9 +21,24 @@ class MLP:
     __slots__ = ("down", "gate_up")
 
     def __init__(
-        self, build: Build, hidden_size: int, intermediate_size: int, *, bias: bool
+        self,
+        build: Build,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        activation: Activation = "silu",
+        joined: bool = False,
     ) -> None:
-        self.gate_up = GateUp(build, hidden_size, intermediate_size, bias=bias)
+        """`joined`: gate and up are one tensor in the checkpoint."""
+        self.gate_up = GateUp(
+            build,
+            hidden_size,
+            intermediate_size,
+            bias=bias,
+            activation=activation,
+            joined=joined,
+        )
         self.down = Row(build, intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:

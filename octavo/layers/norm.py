@@ -15,12 +15,14 @@ from octavo.weights.spec import ParamSpec, Part
 class RMSNorm:
     """One weight over the last dimension. `weight` exists after `finish`."""
 
-    __slots__ = ("_ops", "_parameters", "eps", "weight")
+    __slots__ = ("_offset", "_ops", "_parameters", "eps", "weight")
 
     weight: Tensor
 
-    def __init__(self, build: Build, size: int, eps: float) -> None:
+    def __init__(self, build: Build, size: int, eps: float, *, offset: float = 0.0) -> None:
+        """`offset` is added to the weight: some models store the distance from one."""
         self.eps = eps
+        self._offset = offset
         self._ops = build.ops
         spec = ParamSpec((size,), build.dtype, (Part("", size, size, 0),))
         self._parameters = Parameters({"weight": spec})
@@ -34,8 +36,9 @@ class RMSNorm:
         self._parameters.set(name, tensor)
 
     def finish(self) -> None:
-        """Takes the weight into use as it is."""
-        self.weight = self._parameters.take()["weight"]
+        """Takes the weight into use; with its offset in f32, since bf16 has few digits near one."""
+        weight = self._parameters.take()["weight"]
+        self.weight = weight.float() + self._offset if self._offset else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""

@@ -10,6 +10,12 @@ to stretch a model beyond its trained length change the frequencies, and here al
     llama3    long waves divided, short ones kept, a ramp between (Llama 3.1)
     yarn      the same idea with another ramp, and a gain on the attention (Peng et al. 2023,
               arXiv:2309.00071)
+    longrope  each divided by a number of its own, which the checkpoint brings in two lists, for
+              short and for long contexts, and a gain (Ding et al. 2024, arXiv:2402.13753)
+
+Kernels turn all of a head, and pair dimension i with i + D/2. Where a model turns only some
+dimensions, or pairs neighbours, the table has pairs that stand still and the rows of the query
+and key projections are put into the order of `head_order`: scores do not depend on it.
 
 Next file: `attention.py`.
 """
@@ -46,14 +52,21 @@ def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
     """f32[max_len, dim]: cos(p * f) for the dim/2 frequencies f, then sin(p * f).
 
     Frequencies are f32, as in the training code of these models; the angles need no more, since
-    f32 holds every position exactly. `dynamic` depends on `max_len`: it is right for sequences of
-    that length, and equal to `default` up to the trained length.
+    f32 holds every position exactly. `dynamic` and `longrope` depend on `max_len`, since keys once
+    stored are not turned again: they are right for sequences of that length, and `max_len` up to
+    the trained length gives the unstretched table. With a `width`, dim is that.
     """
     frequencies = rope_frequencies(spec, max_len)
     positions = torch.arange(max_len, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
+    if spec.width:  # pairs that stand still
+        angles = torch.nn.functional.pad(angles, (0, (spec.width - spec.dim) // 2))
+    cos, sin = angles.cos(), angles.sin()
+    turning = slice(0, spec.dim // 2)
     gain = attention_gain(spec)
-    return torch.cat((angles.cos() * gain, angles.sin() * gain), dim=1)
+    cos[:, turning] *= gain
+    sin[:, turning] *= gain
+    return torch.cat((cos, sin), dim=1)
 
 
 def rope_frequencies(spec: RopeSpec, max_len: int) -> Tensor:
@@ -69,15 +82,38 @@ def rope_frequencies(spec: RopeSpec, max_len: int) -> Tensor:
             return _llama3(spec)
         case "yarn":
             return _yarn(spec)
+        case "longrope":
+            long = max_len > spec.original_max_len
+            factors = spec.long_factors if long else spec.short_factors
+            return _plain(spec.theta, spec.dim) / torch.tensor(factors)
 
 
 def attention_gain(spec: RopeSpec) -> float:
-    """What cos and sin are multiplied by: 1, but for yarn."""
-    if spec.kind != "yarn":
+    """What cos and sin are multiplied by: 1, but for yarn and longrope."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
-    return yarn_gain(spec.factor)
+    if spec.kind == "yarn":
+        return yarn_gain(spec.factor)
+    if spec.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(spec.factor) / math.log(spec.original_max_len))
+
+
+def head_order(spec: RopeSpec) -> Tensor | None:
+    """i64[D]: which dimension of a head in the checkpoint is which of ours; None if all stay.
+
+    Ours are the first of each pair that turns, half of those that stand still, the second of each
+    pair, and the rest.
+    """
+    width = spec.width or spec.dim
+    if width == spec.dim and not spec.neighbours:
+        return None
+    turning, still = torch.arange(spec.dim), torch.arange(spec.dim, width)
+    pairs = turning.view(-1, 2).t() if spec.neighbours else turning.view(2, -1)
+    rest = still.view(2, -1)
+    return torch.cat((pairs[0], rest[0], pairs[1], rest[1]))
 
 
 def _plain(theta: float, dim: int) -> Tensor:

@@ -30,10 +30,10 @@ class Block:
     __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
 
     def __init__(self, spec: ModelSpec, build: Build, rope: Rope, layer: int) -> None:
-        self.attention_norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
+        self.attention_norm = hidden_norm(build, spec)
         self.attention = Attention(build, spec, rope, layer)
-        self.mlp_norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
-        self.mlp = MLP(build, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.mlp_norm = hidden_norm(build, spec)
+        self.mlp = make_mlp(build, spec)
 
     def __call__(
         self, change: Tensor | None, residual: Tensor, batch: ForwardBatch
@@ -61,6 +61,59 @@ class Block:
             yield f"mlp.{name}", layer
 
 
+class SandwichBlock(Block):
+    """A block with norms before and after attention and MLP, inside the residual."""
+
+    __slots__ = ("attention_after", "mlp_after")
+
+    def __init__(self, spec: ModelSpec, build: Build, rope: Rope, layer: int) -> None:
+        super().__init__(spec, build, rope, layer)
+        self.attention_after = hidden_norm(build, spec)
+        self.mlp_after = hidden_norm(build, spec)
+
+    def __call__(
+        self, change: Tensor | None, residual: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As `Block`."""
+        if change is None:
+            normed = self.attention_norm(residual)
+        else:
+            normed, residual = self.attention_norm.add(change, residual)
+        change = self.attention_after(self.attention(normed, batch))
+        normed, residual = self.mlp_norm.add(change, residual)
+        return self.mlp_after(self.mlp(normed)), residual
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """Layers with parameters."""
+        yield from super().named_layers()
+        yield "attention_after", self.attention_after
+        yield "mlp_after", self.mlp_after
+
+
+def hidden_norm(build: Build, spec: ModelSpec) -> RMSNorm:
+    """A norm over the hidden size."""
+    return RMSNorm(build, spec.hidden_size, spec.rms_eps, offset=spec.norm_offset)
+
+
+def make_mlp(build: Build, spec: ModelSpec) -> MLP:
+    """The MLP of a dense block."""
+    return MLP(
+        build,
+        spec.hidden_size,
+        spec.intermediate_size,
+        bias=spec.mlp_bias,
+        activation=spec.activation,
+        joined=spec.fused_gate_up,
+    )
+
+
+def make_block(spec: ModelSpec, build: Build, rope: Rope, layer: int) -> Block | SparseBlock:
+    """A block of the class that the model has at that layer."""
+    if spec.moe is not None or spec.latent is not None:
+        return SparseBlock(spec, build, rope, layer)
+    return (SandwichBlock if spec.norms == "around" else Block)(spec, build, rope, layer)
+
+
 class Decoder:
     """A decoder-only language model over paged keys and values.
 
@@ -68,7 +121,7 @@ class Decoder:
     does) and call `finish`.
     """
 
-    __slots__ = ("blocks", "embedding", "head", "norm", "rope", "spec")
+    __slots__ = ("blocks", "embedding", "head", "local_rope", "norm", "rope", "spec")
 
     blocks: tuple[Block | SparseBlock, ...]
 
@@ -80,15 +133,21 @@ class Decoder:
             )
         self.spec = spec
         self.rope = Rope(build, spec.rope, spec.max_model_len)
-        self.embedding = VocabEmbedding(build, spec.vocab_size, spec.hidden_size)
-        kind = Block if spec.moe is None and spec.latent is None else SparseBlock
-        self.blocks = tuple(kind(spec, build, self.rope, layer) for layer in range(spec.num_layers))
-        self.norm = RMSNorm(build, spec.hidden_size, spec.rms_eps)
+        local = spec.local_rope
+        self.local_rope = Rope(build, local, spec.max_model_len) if local else self.rope
+        self.embedding = VocabEmbedding(
+            build, spec.vocab_size, spec.hidden_size, scale=spec.embedding_scale
+        )
+        self.blocks = tuple(
+            make_block(spec, build, self._rope_of(layer), layer) for layer in range(spec.num_layers)
+        )
+        self.norm = hidden_norm(build, spec)
         self.head = Head(
             build,
             spec.vocab_size,
             spec.hidden_size,
             tied=self.embedding if spec.tied else None,
+            soft_cap=spec.logit_soft_cap,
         )
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
@@ -99,6 +158,10 @@ class Decoder:
                 yield f"blocks.{index}.{name}", layer
         yield "norm", self.norm
         yield "head", self.head
+
+    def _rope_of(self, layer: int) -> Rope:
+        layers = self.spec.window_layers
+        return self.local_rope if layers and layers[layer] else self.rope
 
     def finish(self) -> None:
         """Makes every layer ready after its parameters are set."""

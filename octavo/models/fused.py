@@ -74,12 +74,24 @@ def fuse(decoder: Decoder, ops: Ops) -> FusedDecoder | str:
 
 def unsupported(spec: ModelSpec) -> str:
     """Which switch of the model the stack does not have; empty if it has all."""
-    if spec.rope.dim != spec.head_dim:
+    if (spec.rope.width or spec.rope.dim) != spec.head_dim:
         return f"rotation of {spec.rope.dim} of {spec.head_dim} dimensions"
     if spec.moe is not None:
         return "routed experts"
     if spec.latent is not None:
         return "latent attention"
+    if spec.norms != "before":
+        return f"norms {spec.norms} attention and MLP"
+    if spec.activation != "silu":
+        return f"the activation {spec.activation}"
+    if spec.norm_offset:
+        return "norms with an offset"
+    if spec.local_rope is not None:
+        return "two rotary bases"
+    if spec.embedding_scale != 1.0:
+        return "scaled embeddings"
+    if spec.logit_soft_cap:
+        return "a soft cap on logits"
     if spec.num_layers == 0:
         return "no layers"
     return ""

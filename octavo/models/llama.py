@@ -6,12 +6,12 @@ in the checkpoint. Qwen and Mistral share most of both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
 from octavo.models.reader import Reader, read_dtype, read_quantization, read_rope
-from octavo.models.spec import ModelSpec, RopeSpec
+from octavo.models.spec import Activation, ModelSpec, RopeSpec
 
 # Ours -> theirs, inside one block and without the parameter.
 # "{}" takes the part: q_proj, gate_proj.
@@ -56,9 +56,16 @@ def base_spec(
     qk_norm: bool = False,
     window: int = 0,
     window_layers: tuple[bool, ...] = (),
+    activation: Activation = "silu",
+    rope_of: Callable[[Reader, int, int], RopeSpec] = read_rope,
 ) -> ModelSpec:
-    """What all families here read alike. `head_dim` is the default where the config has none."""
-    reader.require("hidden_act", "silu", "swish")
+    """What all families here read alike. `head_dim` is the default where the config has none.
+
+    A family with another `activation` checks its key itself. `rope_of` gets the config, the head
+    size and max_position_embeddings. What else a family has it adds by `dataclasses.replace`.
+    """
+    if activation == "silu":
+        reader.require("hidden_act", "silu", "swish")
     hidden = reader.integer("hidden_size")
     heads = reader.integer("num_attention_heads")
     kv_heads = reader.integer("num_key_value_heads", heads)
@@ -70,10 +77,10 @@ def base_spec(
     if head_dim % 2:
         raise reader.error("head_dim", "must be even")
     positions = reader.integer("max_position_embeddings")
-    rope = read_rope(reader, head_dim, positions)
+    rope = rope_of(reader, head_dim, positions)
     length = max_length(rope, positions)
     if window >= length:  # reaches every position there is
-        window, window_layers = 0, ()
+        window = 0
     return ModelSpec(
         architecture=architecture,
         num_layers=reader.integer("num_hidden_layers"),
@@ -92,7 +99,8 @@ def base_spec(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         window=window,
-        window_layers=window_layers,
+        window_layers=window_layers if window else (),
+        activation=activation,
         dtype=read_dtype(reader),
         eos_ids=reader.ids("eos_token_id"),
         quantization=read_quantization(reader),
@@ -111,11 +119,16 @@ def names(dotted: str, part: str) -> str:
 
     Raises ConfigError for a layer that these families do not have.
     """
+    return name_of(dotted, part, BLOCK_NAMES)
+
+
+def name_of(dotted: str, part: str, block: Mapping[str, str], prefix: str = "") -> str:
+    """As `names`, for a family whose blocks have the names of `block`, all after `prefix`."""
     layer, _, parameter = dotted.rpartition(".")
     if layer in OUTER_NAMES:
-        return f"{OUTER_NAMES[layer]}.{parameter}"
+        return f"{prefix}{OUTER_NAMES[layer]}.{parameter}"
     head, _, rest = layer.partition(".")
     index, _, inner = rest.partition(".")
-    if head != "blocks" or inner not in BLOCK_NAMES:
+    if head != "blocks" or inner not in block:
         raise ConfigError(f"no checkpoint name is known for the layer {layer!r}")
-    return f"model.layers.{index}.{BLOCK_NAMES[inner].format(part)}.{parameter}"
+    return f"{prefix}model.layers.{index}.{block[inner].format(part)}.{parameter}"

@@ -45,13 +45,14 @@ def attention_need(
         num_heads=mesh.tp.share(spec.num_heads)[1],
         num_kv_heads=share_kv_heads(spec.num_kv_heads, mesh.tp)[1],
         head_dim=spec.head_dim,
-        scale=spec.head_dim**-0.5,
+        scale=spec.attention_scale or spec.head_dim**-0.5,
         block_size=block_size,
         dtype=dtype,
         cache_dtype=cache_dtype or dtype,
         device=device,
         window=spec.window,
         windows_only=spec.window > 0 and (not spec.window_layers or all(spec.window_layers)),
+        soft_cap=spec.attention_soft_cap,
     )
 
 

@@ -2,12 +2,13 @@
 
 A config is foreign data: keys come and go with versions of the library that wrote it. So every
 read states type, default and bound, and whatever would change the output but is not supported is
-refused. Not for: what the values mean (`llama.py`, `qwen.py`, `mistral.py`).
+refused. Not for: what the values mean (`llama.py`, `qwen.py`, ...).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from octavo.errors import ConfigError
 from octavo.models.spec import RopeKind, RopeSpec, yarn_gain
@@ -84,6 +85,17 @@ class Reader:
             raise self.error(key, "must be a list of strings")
         return tuple(value)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` numbers above 0."""
+        value = self._values.get(key)
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(one, int | float) and one > 0 for one in value)
+        ):
+            raise self.error(key, f"must be a list of {count} numbers above 0")
+        return tuple(float(one) for one in value)
+
     def child(self, key: str) -> Reader | None:
         """The object under `key`, or None if absent."""
         value = self._values.get(key)
@@ -140,17 +152,35 @@ def read_quantization(config: Reader) -> str:
     return name
 
 
-def read_rope(config: Reader, head_dim: int, max_len: int) -> RopeSpec:
+def read_rope(
+    config: Reader, head_dim: int, max_len: int, *, partial: float | None = None
+) -> RopeSpec:
     """Rotary positions, from `rope_parameters` (newer files) or `rope_scaling` beside the rest.
 
     `max_len` is the config's max_position_embeddings: the trained length where no other is named.
+    `partial` is the family's default share of a head that turns; None: only whole heads.
     """
     # An old file's `rope_scaling` wins over `rope_parameters`, as in the library that writes both.
     section = config.child("rope_scaling") or config.child("rope_parameters") or Reader({})
-    config.require("partial_rotary_factor", 1.0)
-    section.require("partial_rotary_factor", 1.0)
     section.require_flat()
     theta = section.number("rope_theta", config.number("rope_theta", 10000.0))
+    if partial is None:
+        config.require("partial_rotary_factor", 1.0)
+        section.require("partial_rotary_factor", 1.0)
+        return rope_of(config, section, head_dim, max_len=max_len, theta=theta)
+    where = section if section.has("partial_rotary_factor") else config
+    share = where.number("partial_rotary_factor", partial)
+    dim = int(head_dim * share)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise where.error("partial_rotary_factor", f"must leave an even part of {head_dim}")
+    spec = rope_of(config, section, dim, max_len=max_len, theta=theta)
+    return spec if dim == head_dim else replace(spec, width=head_dim)
+
+
+def rope_of(
+    config: Reader, section: Reader, head_dim: int, *, max_len: int, theta: float
+) -> RopeSpec:
+    """The rotary positions that one flat `section` describes; `head_dim` dimensions turn."""
     kind = _rope_kind(section)
     if kind == "default":
         return RopeSpec(theta, head_dim)
@@ -163,6 +193,8 @@ def read_rope(config: Reader, head_dim: int, max_len: int) -> RopeSpec:
         return RopeSpec(theta, head_dim, kind, section.number("factor"), original)
     if kind == "llama3":
         return _llama3(section, theta, head_dim, original)
+    if kind == "longrope":
+        return _longrope(section, theta, head_dim, original=original, max_len=max_len)
     return _yarn(section, theta, head_dim, original=original, max_len=max_len)
 
 
@@ -171,10 +203,12 @@ def _rope_kind(section: Reader) -> RopeKind:
     key = "rope_type" if section.has("rope_type") else "type"
     name = section.text(key, "default")
     match name:
-        case "default" | "linear" | "dynamic" | "llama3" | "yarn":
+        case "default" | "linear" | "dynamic" | "llama3" | "yarn" | "longrope":
             return name
+        case "su":  # its name before it had one
+            return "longrope"
     raise section.error(
-        key, "is not supported; known are default, linear, dynamic, llama3 and yarn"
+        key, "is not supported; known are default, linear, dynamic, llama3, yarn and longrope"
     )
 
 
@@ -191,6 +225,23 @@ def _llama3(section: Reader, theta: float, dim: int, original: int) -> RopeSpec:
         original,
         low_freq_factor=low,
         high_freq_factor=high,
+    )
+
+
+def _longrope(section: Reader, theta: float, dim: int, *, original: int, max_len: int) -> RopeSpec:
+    if original == 1 and not section.has("attention_factor"):
+        raise section.error("attention_factor", "must be there for a trained length of 1")
+    return RopeSpec(
+        theta,
+        dim,
+        "longrope",
+        section.number("factor", max_len / original),
+        original,
+        attention_factor=(
+            section.number("attention_factor") if section.has("attention_factor") else None
+        ),
+        short_factors=section.numbers("short_factor", dim // 2),
+        long_factors=section.numbers("long_factor", dim // 2),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
-from octavo.models import deepseek, llama, mistral, moe, qwen
+from octavo.models import deepseek, gemma, glm, llama, mistral, moe, phi, qwen
 from octavo.models.spec import ModelSpec
 
 
@@ -39,8 +39,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": Family(deepseek.v2_spec, deepseek.names),
         "DeepseekV3ForCausalLM": Family(deepseek.v3_spec, deepseek.names),
+        "Gemma2ForCausalLM": Family(gemma.gemma2_spec, gemma.names),
+        "Gemma3ForCausalLM": Family(gemma.gemma3_spec, gemma.names),
+        "Gemma3ForConditionalGeneration": Family(
+            gemma.gemma3_text_spec,
+            gemma.text_names,
+            ignored=(r"vision_tower\..*", r"multi_modal_projector\..*"),
+            ignored_if_tied=(r"language_model\.lm_head\.weight",),
+        ),
+        "Glm4ForCausalLM": Family(glm.glm4_spec, glm.names),
         "LlamaForCausalLM": Family(llama.spec_of, llama.names),
         "MistralForCausalLM": Family(mistral.spec_of, llama.names),
+        "Phi3ForCausalLM": Family(phi.phi3_spec, phi.names),
         "MixtralForCausalLM": Family(moe.mixtral_spec, moe.mixtral_names),
         "Qwen2ForCausalLM": Family(qwen.qwen2_spec, llama.names),
         "Qwen2MoeForCausalLM": Family(moe.qwen2_spec, moe.qwen_names),

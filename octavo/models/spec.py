@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind: TypeAlias = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+Norms: TypeAlias = Literal["before", "around"]  # where a block's norms stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,12 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # None is yarn's default, `yarn_gain(factor)`
+    attention_factor: float | None = None  # None is the kind's default: `layers/rope.py`
+    short_factors: tuple[float, ...] = ()  # of longrope, a divisor for each frequency
+    long_factors: tuple[float, ...] = ()
+    # Size of a head of which only the first `dim` dimensions turn; 0: all of it do.
+    width: int = 0
+    neighbours: bool = False  # the checkpoint pairs 0 with 1, not with dim / 2
 
 
 def yarn_gain(factor: float, weight: float = 1.0) -> float:
@@ -84,12 +91,22 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head
     window: int = 0  # sliding window in tokens, 0 is none
     window_layers: tuple[bool, ...] = ()  # which layers have it; empty is all
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
     extra_layers: int = 0  # in the checkpoint after the model's own, for drafts; not loaded
+    local_rope: RopeSpec | None = None  # of the layers with a window, if another than `rope`
+    norms: Norms = "before"
+    norm_offset: float = 0.0  # norms multiply by their weight plus this
+    activation: Activation = "silu"
+    attention_scale: float = 0.0  # 0 is head_dim ** -0.5
+    attention_soft_cap: float = 0.0  # 0 is none
+    logit_soft_cap: float = 0.0
+    embedding_scale: float = 1.0
+    fused_qkv: bool = False  # one tensor in the checkpoint: query, key, value rows
+    fused_gate_up: bool = False
     dtype: str = "bfloat16"  # of the checkpoint
     eos_ids: tuple[int, ...] = ()
     quantization: str = ""

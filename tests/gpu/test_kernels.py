@@ -45,6 +45,8 @@ def test_silu_mul(device: torch.device, dtype: torch.dtype, rows: int, size: int
     poison_allocator(device)
     found = activation.silu_mul(x)
     assert distance(found, reference.silu_mul(x.float())) < bound(device, dtype)
+    found = activation.gelu_mul(x)
+    assert distance(found, reference.gelu_mul(x.float())) < bound(device, dtype)
     extreme = torch.tensor([[-1e4, 1e4, -0.0, 2.0, 2.0, 2.0]], device=device, dtype=dtype)
     assert torch.equal(activation.silu_mul(extreme), reference.silu_mul(extreme))
 

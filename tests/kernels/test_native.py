@@ -125,6 +125,21 @@ def test_gated_activation(dtype: torch.dtype, size: int) -> None:
     x[0, :4] = torch.tensor([-300.0, 300.0, -88.0, 0.0]).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
     close(ops.silu_mul(x), gate * torch.sigmoid(gate) * up, dtype)
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    close(ops.gelu_mul(x), gelu * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_with_a_wide_weight(dtype: torch.dtype) -> None:
+    ops = native_ops(dtype)
+    x, residual = torch.randn(9, 70).to(dtype), torch.randn(9, 70).to(dtype)
+    weight = 1 + torch.randn(70) / 1000  # bf16 would lose most of what differs from 1
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    wide = (x + residual).double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert torch.equal(total, x + residual)
+    close(normed, exact, dtype)
+    close(ops.rms_norm(total, weight, 1e-5), exact, dtype)
 
 
 def test_weights_lie_on_cache_lines_and_survive_their_neighbours() -> None:

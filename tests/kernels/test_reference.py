@@ -83,6 +83,8 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     x = (torch.randn(6, 34) * 4).to(dtype)
     gate, up = x.double().chunk(2, dim=1)
     close(reference_ops(dtype).silu_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    close(reference_ops(dtype).gelu_mul(x), gate / 2 * (1 + inner.tanh()) * up, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,6 +25,9 @@ LLAMA: dict[str, Any] = {
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 2}
+GEMMA3 = {**GEMMA2, "architectures": ["Gemma3ForCausalLM"]}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -116,6 +119,29 @@ def test_windows() -> None:
     assert read_spec({**MISTRAL, "max_position_embeddings": 8192}).window == 4096
 
 
+def test_a_vision_model_gives_its_text_side() -> None:
+    text = {key: GEMMA3[key] for key in GEMMA3 if key != "architectures"}
+    text |= {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 32,
+        "num_hidden_layers": 7,
+    }
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    spec = read_spec({**outer, "eos_token_id": [1, 106], "vision_config": {}})
+    assert spec == replace(
+        read_spec({**GEMMA3, **text, "eos_token_id": [1, 106]}),
+        architecture="Gemma3ForConditionalGeneration",
+    )
+    assert spec.window_layers == (True,) * 5 + (False, True)
+    assert (spec.rope.theta, spec.rope.factor, spec.head_dim) == (1e6, 8.0, 256)
+    assert spec.local_rope == RopeSpec(10000.0, 256)
+    family = family_of(spec.architecture)
+    assert family.names("blocks.2.mlp_after.weight", "") == (
+        "language_model.model.layers.2.post_feedforward_layernorm.weight"
+    )
+    assert family.names("embedding.weight", "") == "language_model.model.embed_tokens.weight"
+
+
 @pytest.mark.parametrize(
     ("config", "key", "value"),
     [
@@ -136,7 +162,7 @@ def test_windows() -> None:
         (LLAMA, "eos_token_id", "2"),
         (LLAMA, "torch_dtype", "float8"),
         (LLAMA, "rope_scaling", "linear"),
-        (LLAMA, "rope_scaling.rope_type", {"rope_type": "longrope"}),
+        (LLAMA, "rope_scaling.rope_type", {"rope_type": "proportional"}),
         (LLAMA, "rope_scaling.type", {"type": "mrope"}),
         (LLAMA, "rope_scaling.factor", {"type": "linear"}),
         (LLAMA, "rope_scaling.factor", {"type": "linear", "factor": -1}),
@@ -155,6 +181,17 @@ def test_windows() -> None:
         (QWEN2, "layer_types", ["sliding_attention"] * 4),
         (MISTRAL, "sliding_window", 0),
         (MISTRAL, "layer_types", ["full_attention"] * 4),
+        (LLAMA, "rope_scaling.short_factor", {"type": "longrope", "long_factor": [1.0] * 8}),
+        (PHI3, "attention_bias", True),
+        (PHI3, "partial_rotary_factor", 0.45),
+        (PHI3, "rope_scaling", {"type": "linear", "factor": 2.0}),
+        (GEMMA2, "hidden_activation", "gelu"),
+        (GEMMA2, "use_bidirectional_attention", True),
+        (GEMMA2, "attn_logit_softcapping", -1.0),
+        (GEMMA2, "layer_types", ["chunked_attention"] * 4),
+        (GEMMA3, "attn_logit_softcapping", 50.0),
+        (GEMMA3, "rope_parameters", {"rope_type": "default"}),
+        (GEMMA3, "rope_scaling.factor", {"rope_type": "linear"}),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], key: str, value: object) -> None:

@@ -142,6 +142,20 @@ def test_qkv_and_gate_up_cut_each_part() -> None:
     for parts, expected in zip(found, one.split(one(x)), strict=True):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
+    one = QKV(alone, 24, **sizes, joined=True)
+    whole = whole_tensors(one)
+    joined = torch.randn(48, 24), torch.randn(48)
+    whole["weight"] = dict.fromkeys("qkv", joined[0])
+    whole["bias"] = dict.fromkeys("qkv", joined[1])
+    set_all(one, whole)
+    torch.testing.assert_close(one(x), x @ joined[0].T + joined[1])
+    halves = [QKV(build, 24, **sizes, joined=True) for build in builds(2)]
+    for half in halves:
+        set_all(half, whole)
+    found = zip(*(half.split(half(x)) for half in halves), strict=True)
+    for parts, expected in zip(found, one.split(one(x)), strict=True):
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
     gate_up = GateUp(alone, 24, 10, bias=False)
     whole = whole_tensors(gate_up)
     set_all(gate_up, whole)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from octavo.layers.rope import attention_gain, rope_frequencies, rope_table
+from octavo.layers.rope import attention_gain, head_order, rope_frequencies, rope_table
 from octavo.models.registry import read_spec
 from octavo.models.spec import RopeSpec
 from tests.models.twins import make_twin
@@ -51,6 +51,11 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         {"rope_type": "yarn", "factor": 4.0},
         {"rope_type": "yarn", "factor": 40.0, "beta_fast": 24.0, "beta_slow": 1.5},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1 + pair / 100 for pair in range(64)],
+            "long_factor": [1 + pair for pair in range(64)],
+        },
     ],
 )
 def test_frequencies_of_real_sizes_equal_transformers(scaling: dict[str, Any]) -> None:
@@ -66,6 +71,27 @@ def test_frequencies_of_real_sizes_equal_transformers(scaling: dict[str, Any]) -
     theirs = LlamaRotaryEmbedding(config)
     torch.testing.assert_close(rope_frequencies(spec, 1), theirs.inv_freq, rtol=1e-6, atol=0)
     assert attention_gain(spec) == pytest.approx(theirs.attention_scaling)
+
+
+def test_longrope_goes_by_the_longest_context() -> None:
+    short, long = (1.0, 2.0), (3.0, 4.0)
+    spec = RopeSpec(100.0, 4, "longrope", 2.0, 50, short_factors=short, long_factors=long)
+    plain = rope_frequencies(replace(spec, kind="default"), 1)
+    torch.testing.assert_close(plain / rope_frequencies(spec, 50), torch.tensor(short))
+    torch.testing.assert_close(plain / rope_frequencies(spec, 51), torch.tensor(long))
+
+
+def test_pairs_that_do_not_turn_stand_still() -> None:
+    spec = RopeSpec(100.0, 4, "yarn", 2.0, 50, width=10, neighbours=True)
+    table = rope_table(spec, 7)
+    whole = rope_table(replace(spec, width=0), 7)
+    assert torch.equal(table[:, [0, 1, 5, 6]], whole)
+    assert bool((table[:, 2:5] == 1).all())
+    assert bool((table[:, 7:] == 0).all())
+    order = head_order(spec)
+    assert order is not None
+    assert order.tolist() == [0, 2, 4, 5, 6, 1, 3, 7, 8, 9]
+    assert head_order(PLAIN) is None
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])

@@ -50,6 +50,14 @@ YARN = rope(
     beta_slow=1.0,
 )
 
+
+def longrope(pairs: int, trained: int, **more: Any) -> dict[str, Any]:
+    short = [1.0 + 0.1 * pair for pair in range(pairs)]
+    long = [1.5 + 0.7 * pair for pair in range(pairs)]
+    lists = {"short_factor": short, "long_factor": long}
+    return rope("longrope", original_max_position_embeddings=trained, **lists, **more)
+
+
 # name -> (architecture, what differs from SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
@@ -156,7 +164,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 9}),
+    # A trained length of 1 makes every context a long one, whatever its length.
+    "llama-longrope": ("Llama", longrope(8, 1, attention_factor=1.2)),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": 9}),
+    "phi3-long": (
+        "Phi3",
+        {
+            **longrope(8, 1, attention_factor=1.2),
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 1,
+        },
+    ),
+    "phi3-short-partial": (
+        "Phi3",
+        {
+            **longrope(6, 256, partial_rotary_factor=0.75),
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 48,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 10,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "final_logit_softcapping": 15.0,
+        },
+    ),
+    # The window reaches everything, the other rotary base stays.
+    "gemma3-wide": ("Gemma3", {"head_dim": 16, "sliding_window": 999, "rope_parameters": None}),
+    "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0}),
 }
+
+
+TEXT_CONFIGS = {"Gemma3": "Gemma3Text"}  # families whose plain config has a vision side
 
 
 @dataclass
@@ -223,6 +282,8 @@ def make_twin(
     if every_expert:
         changes = {**changes, **all_chosen(changes)}
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    config_name = f"{TEXT_CONFIGS.get(family, family)}Config"
+    config = getattr(transformers, config_name)(**{**SIZES, **changes})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -96,9 +96,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "oct_pack": (_I, (_I, _P, c_long, _I, _I, _P)),
     "oct_linear": (_I, (_P, _I, _I, _P, c_long, _I, _P, _I, _I, _P, _P)),
     "oct_embed": (_I, (_P, _I, _P, _I, _P, _I, _I, _P)),
-    "oct_rms_norm": (_I, (_P, _I, _P, _P, _P, _I, _I, c_float, _P, _P)),
+    "oct_rms_norm": (_I, (_P, _I, _I, _P, _P, _P, _I, _I, c_float, _P, _P)),
     "oct_rope": (_I, (_P, _I, _P, _P, _P, _I, _I, _I, _I, _P)),
     "oct_silu_mul": (_I, (_P, _I, _P, _I, _I, _P)),
+    "oct_gelu_mul": (_I, (_P, _I, _P, _I, _I, _P)),
     "oct_attention": (
         _I,
         (_P, _I, _P, _P, _P, _P, _I, _P, _I, _P, _P, _P, c_long, _P, _P, _P),

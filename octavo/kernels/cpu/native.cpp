@@ -171,9 +171,9 @@ int oct_embed(void* pool, int dtype, const int* ids, int tokens, const void* pac
   });
 }
 
-// With `residual`, `sum` gets x + residual and y the norm of that.
-int oct_rms_norm(void* pool, int dtype, const void* x, const void* residual, const void* weight,
-                 int rows, int size, float eps, void* sum, void* y) {
+// With `residual`, `sum` gets x + residual and y the norm of that. With `wide` the weight is in f32.
+int oct_rms_norm(void* pool, int dtype, int wide, const void* x, const void* residual,
+                 const void* weight, int rows, int size, float eps, void* sum, void* y) {
   return with_type(dtype, [&](auto d) {
     typedef decltype(d) D;
     typedef typename D::T T;
@@ -185,7 +185,11 @@ int oct_rms_norm(void* pool, int dtype, const void* x, const void* residual, con
           add_row<D>(in, (const T*)residual + r * size, total, size);
           in = total;
         }
-        rms_norm_row<D>(in, (const T*)weight, (T*)y + r * size, size, eps);
+        if (wide) {
+          rms_norm_row<D, F32>(in, (const float*)weight, (T*)y + r * size, size, eps);
+        } else {
+          rms_norm_row<D>(in, (const T*)weight, (T*)y + r * size, size, eps);
+        }
       }
     });
   });
@@ -219,6 +223,19 @@ int oct_silu_mul(void* pool, int dtype, const void* x, int rows, int size, void*
       for (long r = first; r < last; ++r) {
         const T* in = (const T*)x + r * 2 * size;
         silu_mul_row<D>(in, in + size, (T*)y + r * size, size);
+      }
+    });
+  });
+}
+
+int oct_gelu_mul(void* pool, int dtype, const void* x, int rows, int size, void* y) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    each_rows(*(Pool*)pool, rows, 16, [&](int first, int last) {
+      for (long r = first; r < last; ++r) {
+        const T* in = (const T*)x + r * 2 * size;
+        gelu_mul_row<D>(in, in + size, (T*)y + r * size, size);
       }
     });
   });

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -88,6 +89,7 @@ class NativeOps:
             add_rms_norm=self.add_rms_norm,
             rope=self.rope,
             silu_mul=self.silu_mul,
+            gelu_mul=self.gelu_mul,
             sample=self.sample,
             stack=self.stack,
         )
@@ -160,7 +162,9 @@ class NativeOps:
     def _norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        x, weight = self._input(x), self._input(weight)
+        x = self._input(x)
+        wide = weight.dtype == torch.float32
+        weight = weight.contiguous() if wide else self._input(weight)
         size = weight.numel()
         assert x.shape[-1] == size, f"x {tuple(x.shape)} for a weight of {size}"
         out = torch.empty_like(x)
@@ -172,6 +176,7 @@ class NativeOps:
         self.library.call.oct_rms_norm(
             self.library.pool,
             self._code,
+            int(wide),
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
@@ -215,12 +220,17 @@ class NativeOps:
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """x [T, 2 * I] -> [T, I]."""
+        return self._gated(self.library.call.oct_silu_mul, x)
+
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        """x [T, 2 * I] -> [T, I]."""
+        return self._gated(self.library.call.oct_gelu_mul, x)
+
+    def _gated(self, kernel: Callable[..., int], x: Tensor) -> Tensor:
         x = self._input(x)
         size = x.shape[1] // 2
         out = torch.empty(x.shape[0], size, dtype=self._dtype)
-        self.library.call.oct_silu_mul(
-            self.library.pool, self._code, x.data_ptr(), x.shape[0], size, out.data_ptr()
-        )
+        kernel(self.library.pool, self._code, x.data_ptr(), x.shape[0], size, out.data_ptr())
         return out
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:

@@ -7,9 +7,9 @@
 
 namespace oct {
 
-// out = x / sqrt(mean(x^2) + eps) * weight
-template <class D>
-static inline void rms_norm_row(const typename D::T* x, const typename D::T* weight,
+// out = x / sqrt(mean(x^2) + eps) * weight, the weight of x's type or another
+template <class D, class W = D>
+static inline void rms_norm_row(const typename D::T* x, const typename W::T* weight,
                                 typename D::T* out, int size, float eps) {
   V16 sum = _mm512_setzero_ps();
   for (int i = 0; i < size; i += 16) {
@@ -20,7 +20,7 @@ static inline void rms_norm_row(const typename D::T* x, const typename D::T* wei
   for (int i = 0; i < size; i += 16) {
     const __mmask16 m = tail_mask(size - i);
     const V16 v = _mm512_mul_ps(D::load(x + i, m), scale);
-    D::store(out + i, _mm512_mul_ps(v, D::load(weight + i, m)), m);
+    D::store(out + i, _mm512_mul_ps(v, W::load(weight + i, m)), m);
   }
 }
 
@@ -57,7 +57,16 @@ static inline void silu_mul_row(const typename D::T* gate, const typename D::T* 
   }
 }
 
-// The same on the sums of a product, rounded in between as if they had been stored.
+template <class D>
+static inline void gelu_mul_row(const typename D::T* gate, const typename D::T* up,
+                                typename D::T* out, int size) {
+  for (int i = 0; i < size; i += 16) {
+    const __mmask16 m = tail_mask(size - i);
+    D::store(out + i, _mm512_mul_ps(gelu16(D::load(gate + i, m)), D::load(up + i, m)), m);
+  }
+}
+
+// silu_mul on the sums of a product, rounded in between as if they had been stored.
 template <class D>
 static inline void silu_mul_sums(const float* gate, const float* up,
                                  const typename D::T* gate_bias, const typename D::T* up_bias,

@@ -63,15 +63,24 @@ static inline V16 exp_below16(V16 x) {
   return _mm512_maskz_scalef_ps(in_range, p, n);
 }
 
-// x / (1 + exp(-x)). The quotient is a reciprocal refined once, to about 1 ulp: a division costs as
+// x / (1 + exp(-t)). The quotient is a reciprocal refined once, to about 1 ulp: a division costs as
 // much as all the rest. Below -80, where the result vanishes, the exponential is held finite.
-static inline V16 silu16(V16 x) {
+static inline V16 gate16(V16 x, V16 t) {
   const V16 one = _mm512_set1_ps(1.0f);
-  const V16 minus_x = _mm512_sub_ps(_mm512_setzero_ps(), x);
-  const V16 d = _mm512_add_ps(one, exp16(_mm512_min_ps(_mm512_set1_ps(80.0f), minus_x)));
+  const V16 minus_t = _mm512_sub_ps(_mm512_setzero_ps(), t);
+  const V16 d = _mm512_add_ps(one, exp16(_mm512_min_ps(_mm512_set1_ps(80.0f), minus_t)));
   const V16 r = _mm512_rcp14_ps(d);
   const V16 refined = _mm512_fmadd_ps(r, _mm512_fnmadd_ps(d, r, one), r);
   return _mm512_mul_ps(x, refined);
+}
+
+static inline V16 silu16(V16 x) { return gate16(x, x); }
+
+// 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)), where u = sqrt(2 / pi) (x + 0.044715 x^3).
+static inline V16 gelu16(V16 x) {
+  const V16 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.07135481627f),
+                                    _mm512_set1_ps(1.5957691216f));
+  return gate16(x, _mm512_mul_ps(x, cubic));
 }
 
 // tanh by exp(-2|x|); for soft caps on attention scores.

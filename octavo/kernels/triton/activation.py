@@ -1,4 +1,4 @@
-"""SiLU times a gate, the activation of gated MLPs. Next file: `gemv.py`."""
+"""SiLU or GELU times a gate, the activations of gated MLPs. Next file: `gemv.py`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,22 @@ def silu(x):
 
 
 @triton.jit
-def silu_mul_kernel(
+def gelu(x):
+    """GELU in its tanh form: 0.5 x (1 + tanh(u)) is x * sigmoid(2u)."""
+    twice = x * (1.5957691216057308 + 0.07135481627159119 * x * x)
+    return x / (1.0 + tl.exp(-twice))
+
+
+@triton.jit
+def gated_kernel(
     x_ptr,  # [T, 2 * I]
     out_ptr,  # [T, I]
     size,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = silu(first half) * second half."""
+    """out = silu(first half) * second half, or with GELU gelu(first half) * second half."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -35,15 +43,30 @@ def silu_mul_kernel(
     inside = column < size
     gate = tl.load(x_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + column, silu(gate) * up, mask=inside)
+    if GELU:
+        active = gelu(gate)
+    else:
+        active = silu(gate)
+    tl.store(out_ptr + row * size + column, active * up, mask=inside)
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """x [T, 2 * I], gate half then up half -> silu(gate) * up [T, I]."""
+    return _gated(x, gelu=False)
+
+
+def gelu_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * I], gate half then up half -> gelu(gate) * up [T, I], GELU in its tanh form."""
+    return _gated(x, gelu=True)
+
+
+def _gated(x: Tensor, *, gelu: bool) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, size)
     for start in range(0, rows, 65535):  # the grid's second axis holds no more
         part = out[start : start + 65535]
         grid = (divide_up(size, BLOCK), part.shape[0])
-        silu_mul_kernel[grid](x[start:], part, size, BLOCK=BLOCK, num_warps=4, **pdl(x.device))
+        gated_kernel[grid](
+            x[start:], part, size, BLOCK=BLOCK, GELU=gelu, num_warps=4, **pdl(x.device)
+        )
     return out

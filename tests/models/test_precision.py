@@ -13,6 +13,7 @@ from tests.models.twins import CASES, make_twin
 # Distance from the f32 logits over that of transformers in the same dtype. Over four seeds of each
 # case the mean was 0.83 in bf16 and 0.97 in f16, the worst 1.52.
 BOUND = 2.0
+PROMPTS = 3  # of one alone transformers may be near by luck
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
@@ -32,15 +33,20 @@ def test_narrow_types_stay_close_to_f32(case: str, kernels: str, dtype: torch.dt
     far as one expert is from the other, for us and for transformers.
     """
     twin = make_twin(case, dtype, every_expert=True)
-    prompt = twin.prompt(60)
-    narrow = twin.logits(prompt)
+    prompts = [twin.prompt(60) for _ in range(PROMPTS)]
+    narrow = [twin.logits(prompt) for prompt in prompts]
     state = {name: tensor.clone() for name, tensor in twin.state.items()}
-    with torch.no_grad():
-        exact = twin.model.float()(torch.tensor([prompt])).logits[0]
-    spec = read_spec(twin.config)
-    driver = start(spec, state, kernels, seed=twin.seed, block_size=7, dtype=dtype)
-    row = Row(list(prompt))
-    found = torch.cat([driver.step([(row, 30)], every=True)[0], driver.run(row, chunk=3)])
-    ours, theirs = distance(found, exact), distance(narrow, exact)
-    print(f"{dtype}: ours {ours:.4f}, transformers {theirs:.4f}")
-    assert ours < BOUND * theirs
+    model = twin.model.float()
+    ours = theirs = 0.0
+    for prompt, rounded in zip(prompts, narrow, strict=True):
+        with torch.no_grad():
+            exact = model(torch.tensor([prompt])).logits[0]
+        driver = start(
+            read_spec(twin.config), state, kernels, seed=twin.seed, block_size=7, dtype=dtype
+        )
+        row = Row(list(prompt))
+        found = torch.cat([driver.step([(row, 30)], every=True)[0], driver.run(row, chunk=3)])
+        ours += distance(found, exact) ** 2
+        theirs += distance(rounded, exact) ** 2
+    print(f"{dtype}: ours {ours**0.5:.4f}, transformers {theirs**0.5:.4f}")
+    assert ours < BOUND**2 * theirs

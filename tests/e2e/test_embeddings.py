@@ -18,6 +18,9 @@ pytestmark = pytest.mark.model
 # bfloat16 against float32; unrelated texts of this model are closer than one would think, about
 # 0.9, so the bound is far below what another text or another pooling would give.
 CLOSE = 0.998
+# float32 on both sides. Of random tokens bfloat16 says little: transformers' own vectors of two
+# such tokens are at times 0.6 from those in float32.
+SAME = 1 - 1e-5
 
 
 def oracle(folder: Path, prompts: list[list[int]], kind: str) -> np.ndarray:
@@ -34,17 +37,17 @@ def oracle(folder: Path, prompts: list[list[int]], kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["last", "mean"])
-def test_vectors_are_those_of_the_reference(
-    smollm2_gguf: Path, smollm2_folder: Path, kind: str
-) -> None:
+def test_vectors_are_those_of_the_reference(smollm2_folder: Path, kind: str) -> None:
     """Prompts of many chunks, some with a common beginning, twice, so that prefixes are cached."""
     dice = random.Random(seed := random.randrange(2**32))
     print("seed", seed)
     shared = [dice.randrange(1000, 40_000) for _ in range(64)]
     prompts = [[dice.randrange(1000, 40_000) for _ in range(n)] for n in (1, 2, 15, 33, 150)]
-    prompts += [[*shared, dice.randrange(1000, 40_000)], [*shared, 700, 800]]
+    # Long tails: rounding must not move a mean further than a tail does.
+    prompts += [[*shared, *(dice.randrange(1000, 40_000) for _ in range(n))] for n in (60, 90)]
     llm = LLM(
-        str(smollm2_gguf),
+        str(smollm2_folder),  # whose weights are rounded to bfloat16, and those of the file are not
+        dtype="float32",
         max_model_len=256,
         num_gpu_blocks_override=64,
         max_num_seqs=4,
@@ -62,7 +65,7 @@ def test_vectors_are_those_of_the_reference(
         found = np.array([output.outputs.embedding for output in outputs])
         assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
         likeness = (found * expected).sum(1)
-        assert (likeness > CLOSE).all(), likeness
+        assert (likeness > SAME).all(), likeness
         others = found @ expected.T - np.eye(len(prompts))
         assert (others.max(1) < likeness).all(), "each is closest to its own"
     if kind == "last":

@@ -90,3 +90,33 @@ class FusedAttention(Protocol):
         self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
     ) -> Tensor:
         """QKV [T, (Q + 2K) * D] not yet normalized nor rotated -> [T, Q * D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRules:
+    """What a layer of latent attention does before and after it attends; see `layers/latent.py`."""
+
+    cos_sin: Tensor  # f32[max_len, R]
+    norm: Tensor  # [L], of the latents
+    eps: float
+    keys: Tensor  # [Q, C, L], what queries are multiplied by
+    values: Tensor  # [Q, L, V], what sums of latents are multiplied by
+
+
+@runtime_checkable
+class FusedLatent(Protocol):
+    """An AttentionBackend that also takes a latent layer's projections as they come."""
+
+    def forward_latent(
+        self,
+        heads: Tensor,
+        latent: Tensor,
+        rules: LatentRules,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Heads [T, Q * (C + R)], latent [T, L + R], neither rotated -> [T, Q * V].
+
+        Rows of both may be parts of longer ones. Stores the latents of all T tokens.
+        """

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels.experts import GroupedExperts
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
 from octavo.kernels.triton.gemv import gemv
+from octavo.kernels.triton.moe import TritonExperts
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
+from octavo.kernels.triton.routing import route
 from octavo.kernels.triton.sample import sample, sample_checked
 from octavo.kernels.triton.skinny import skinny, suits
 
@@ -51,7 +52,8 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
         sample=sample,
         sample_checked=sample_checked,
         linear_silu=linear_silu,
-        experts=lambda gate_up, down: GroupedExperts(silu_mul, gate_up, down),
+        experts=TritonExperts,
+        route=route,
     )
 
 

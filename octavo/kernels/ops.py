@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from torch import Tensor
 # x [T, H], experts i64[T, k], their weights f32[T, k] -> [T, H], the weighted sum of the gated MLPs
 # of each token's experts. Weights of experts that no token chose are not read.
 ExpertProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@runtime_checkable
+class AddingExperts(Protocol):
+    """An ExpertProduct that also adds what other experts gave, in the launch that sums."""
+
+    def add(self, x: Tensor, experts: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+        """As the product, plus `base` [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,18 @@ class PackedWeight:
     dtype: torch.dtype  # of the activations that it multiplies
     layout: str  # "plain" [N, K], or the name of a packed layout
     extra: tuple[Tensor, ...] = ()  # scales and the like
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRules:
+    """How experts are chosen from a router's logits; `layers/experts.py` has it in plain torch."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False  # the chosen experts' weights sum to `scale`
+    scale: float = 1.0
+    groups: int = 1  # of experts, of which a token's come from `top_groups`
+    top_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +99,6 @@ class Ops:
     # Weights of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I] -> their product, in
     # the layout that it wants; None: made of the others, see `experts.py`.
     experts: Callable[[Tensor, Tensor], ExpertProduct] | None = None
+    # logits f32[T, E], rules, correction f32[E] or None -> (experts [T, k], weights f32[T, k]);
+    # None: plain torch.
+    route: Callable[[Tensor, RouteRules, Tensor | None], tuple[Tensor, Tensor]] | None = None

@@ -8,13 +8,14 @@ Next file: `models/sparse.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.experts import looped
+from octavo.kernels.ops import AddingExperts, ExpertProduct, RouteRules
 from octavo.layers.build import Build
 from octavo.layers.linear import Replicated, even_part
 from octavo.layers.mlp import MLP
@@ -27,7 +28,7 @@ from octavo.weights.spec import ParamSpec, Part
 class Router:
     """Which experts a token goes to, and how much each counts; alike on every rank."""
 
-    __slots__ = ("_linear", "_ops", "_parameters", "_spec", "correction")
+    __slots__ = ("_linear", "_ops", "_parameters", "_rules", "_spec", "correction")
 
     correction: Tensor | None
 
@@ -39,6 +40,14 @@ class Router:
             specs["correction"] = ParamSpec((count,), torch.float32, part)
         self._ops = build.ops
         self._spec = spec
+        self._rules = RouteRules(
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            renormalise=spec.renormalise,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+        )
         self._parameters = Parameters(specs)
 
     def param_specs(self) -> dict[str, ParamSpec]:
@@ -58,6 +67,8 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (experts i64[T, k], their weights f32[T, k])."""
         logits = self._ops.linear(x, self._linear, None, torch.float32)
+        if self._ops.route is not None:
+            return self._ops.route(logits, self._rules, self.correction)
         return route(logits, self._spec, self.correction)
 
 
@@ -93,7 +104,7 @@ class Experts:
 
     __slots__ = ("_axis", "_make", "_parameters", "_shape", "run")
 
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    run: ExpertProduct
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
         if build.quant.name != "none":
@@ -148,9 +159,15 @@ class Experts:
         gate_up = tensors.pop("gate_up").view(count, 2 * share, hidden)
         self.run = self._make(gate_up, tensors.pop("down").view(count, hidden, share))
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], experts i64[T, k], weights f32[T, k] -> [T, H], the weighted sum."""
-        return all_reduce(self.run(x, experts, weights), self._axis)
+    def __call__(
+        self, x: Tensor, experts: Tensor, weights: Tensor, base: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum, plus `base`."""
+        if base is None:
+            return all_reduce(self.run(x, experts, weights), self._axis)
+        if self._axis.size == 1 and isinstance(self.run, AddingExperts):
+            return self.run.add(x, experts, weights, base)
+        return all_reduce(self.run(x, experts, weights), self._axis) + base
 
 
 class SharedExperts:
@@ -180,8 +197,8 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        routed = self.experts(x, *self.router(x))
-        return routed if self.shared is None else routed + self.shared(x)
+        base = None if self.shared is None else self.shared(x)
+        return self.experts(x, *self.router(x), base)
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

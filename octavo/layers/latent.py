@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from octavo.attention.base import FusedLatent, LatentRules
 from octavo.forward import ForwardBatch
 from octavo.layers.build import Build
 from octavo.layers.linear import Linear, Row
@@ -100,7 +101,17 @@ class LatentAttention:
     """Latent attention of one decoder block; `query` and `query_norm` are None without a rank."""
 
     __slots__ = (
-        *("_backend", "_latent", "_layer", "absorbed", "input", "latent_norm", "need", "output"),
+        *(
+            "_backend",
+            "_fused",
+            "_latent",
+            "_layer",
+            "absorbed",
+            "input",
+            "latent_norm",
+            "need",
+            "output",
+        ),
         *("query", "query_norm", "rope"),
     )
 
@@ -112,6 +123,7 @@ class LatentAttention:
         latent = spec.latent
         assert latent is not None, "the model has no latent attention"
         self._backend = build.attention
+        self._fused = build.attention if isinstance(build.attention, FusedLatent) else None
         self._latent = latent
         self._layer = layer
         self.need = build.need
@@ -138,10 +150,21 @@ class LatentAttention:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, H] -> [T, H]; stores the latents of all T tokens."""
         latent = self._latent
-        sizes = [self.input.parts[0].size, latent.rank, latent.rope_dim]
-        first, vector, key = torch.split(self.input(x), sizes, dim=1)
+        sizes = [self.input.parts[0].size, latent.rank + latent.rope_dim]
+        first, rest = torch.split(self.input(x), sizes, dim=1)
         if self.query_norm is not None and self.query is not None:
             first = self.query(self.query_norm(first.contiguous()))
+        if self._fused is not None:
+            rules = LatentRules(
+                self.rope.cos_sin,
+                self.latent_norm.weight,
+                self.latent_norm.eps,
+                self.absorbed.keys,
+                self.absorbed.values,
+            )
+            found = self._fused.forward_latent(first, rest, rules, self._layer, self.need, batch)
+            return self.output(found)
+        vector, key = torch.split(rest, [latent.rank, latent.rope_dim], dim=1)
         heads = first.view(len(x), -1, latent.plain_dim + latent.rope_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
         turned, key = self.rope(

@@ -33,6 +33,11 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: 8.0 or later is needed"
+    return table_of(dtype, f"compute capability {capability[0]}.{capability[1]}")
+
+
+def table_of(dtype: torch.dtype, reason: str) -> Ops:
+    """The table, wherever Triton runs: its interpreter serves tensors on the CPU."""
 
     def pack(weight: Tensor) -> PackedWeight:
         rows, columns = weight.shape
@@ -40,7 +45,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device) -> Ops | str:
 
     return Ops(
         name="triton",
-        reason=f"compute capability {capability[0]}.{capability[1]}",
+        reason=reason,
         pack=pack,
         linear=linear,
         embed=embed,

@@ -167,7 +167,8 @@ class LatentTritonAttention:
             slot_map=batch.slot_map,
             cos_sin=rules.cos_sin,
         )
-        return kernels.project(self._attend(q, pages, need, batch), rules.values)
+        found: Tensor = kernels.project(self._attend(q, pages, need, batch), rules.values)
+        return found
 
     def _attend(self, q: Tensor, pages: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
         plan = batch.attn

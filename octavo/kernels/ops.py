@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-# x [T, H], experts i64[T, k], their weights f32[T, k] -> [T, H], the weighted sum of the gated MLPs
-# of each token's experts. Weights of experts that no token chose are not read.
-ExpertProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class ExpertProduct(Protocol):
+    """The weighted sum of the gated MLPs of each token's experts.
+
+    Weights of experts that no token chose are not read.
+    """
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, /) -> Tensor:
+        """x [T, H], experts i64 or i32 [T, k], their weights f32[T, k] -> [T, H]."""
 
 
 @runtime_checkable

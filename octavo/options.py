@@ -399,6 +399,21 @@ class ServerArgs(Record):
     sse_keep_alive_interval: float = option(
         0.0, "seconds between comments in a silent stream; 0 sends none", minimum=0
     )
+    max_resume_seconds: float = option(
+        60.0,
+        "longest time for which a request may ask to be kept when its stream breaks "
+        "(header X-Octavo-Resume, docs/serving.md); 0 keeps none",
+        minimum=0,
+    )
+    max_held_streams: int = option(
+        64, "broken streams that are kept at the same time, over all API processes", minimum=1
+    )
+    max_held_bytes: int = option(
+        64 * 2**20,
+        "bytes of events that are kept for streams that can be resumed",
+        kind="size",
+        minimum=65536,
+    )
     max_body_bytes: int = option(
         32 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024
     )

@@ -80,12 +80,11 @@ class EngineArgs(Record):
     )
     quantization: str | None = option(
         None,
-        "int8 packs the weights in 8 bits while they load (bfloat16 on the CPU's native kernels; "
-        "answers may differ); they stay in --dtype if left out",
+        "fp8, int8 or int4 quantize the weights while they load (fp8 for GPUs, the others for the "
+        "CPU's native kernels; answers differ a little); left out, what the checkpoint says holds",
         kind="str",
         group="Model",
-        only=("int8",),
-        remedy="int8 is the only method that is built in; leave it out to keep weights in --dtype.",
+        choices=("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"),
     )
     hf_overrides: dict[str, Any] = option(
         {}, "JSON object laid over the model's config.json", group="Model"

@@ -13,7 +13,16 @@ from octavo.config import WorkerConfig
 from octavo.device.base import Device
 from octavo.errors import ConfigError
 from octavo.grammar.matcher import Grammars
-from octavo.types import SAMPLE, Admit, StepPlan, StepResult, TokenParams, WorkerInfo, pack
+from octavo.types import (
+    PREPARE,
+    SAMPLE,
+    Admit,
+    StepPlan,
+    StepResult,
+    TokenParams,
+    WorkerInfo,
+    pack,
+)
 from octavo.weights.loader import LoadReport
 from octavo.worker.assemble import (
     Choices,
@@ -115,7 +124,15 @@ class Worker:
         self._device.trim()
 
     def control(self, op: str, **args: str) -> dict[str, str]:
-        """`memory` gives the device's free and total bytes. Raises ConfigError for other names."""
+        """`memory` gives the device's free and total bytes.
+
+        `grammar` begins to compile a `text`, and says if it is `ready` after at most `seconds`.
+        Raises ConfigError for other names.
+        """
+        if op == PREPARE:
+            grammars, seconds = self._grammars, float(args["seconds"])
+            done = grammars is None or grammars.prepare(args["text"], seconds)
+            return {"ready": "true" if done else "false"}
         if op != "memory" or args:
             raise ConfigError(f"worker operation {op!r} with {args} is not known; use memory")
         device = self._device

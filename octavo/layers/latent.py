@@ -15,11 +15,12 @@ from torch import Tensor
 
 from octavo.forward import ForwardBatch
 from octavo.layers.build import Build
-from octavo.layers.linear import Linear, Row
+from octavo.layers.linear import Linear, Row, movable, require_rows
 from octavo.layers.norm import RMSNorm
 from octavo.layers.parameters import Layer, Parameters
 from octavo.layers.rope import Rope
 from octavo.models.spec import LatentSpec, ModelSpec
+from octavo.quant.base import QuantMethod
 from octavo.weights.spec import ParamSpec, Part
 
 INNER_EPS = 1e-6  # of the norms inside attention, whatever the model's other norms have
@@ -34,13 +35,20 @@ class Reordered(Linear):
         self, build: Build, parts: tuple[Part, ...], in_features: int, order: Tensor | None
     ) -> None:
         """`order` i64[rows]: which of the checkpoint's rows stands at each place; None is as is."""
-        super().__init__(build, parts, in_features, bias=False)
         self._order = order
+        super().__init__(build, parts, in_features, bias=False)
+
+    def use(self, quant: QuantMethod) -> None:
+        """Takes another method; one that turns rows needs plain weights."""
+        if self._order is not None:
+            require_rows(quant)
+        super().use(quant)
 
     def set_param(self, name: str, tensor: Tensor) -> None:
         """Takes one parameter, all of which have their rows along the first dimension."""
         if self._order is not None:
-            tensor = tensor.index_select(0, self._order.to(tensor.device))
+            order = self._order.to(tensor.device)
+            tensor = movable(tensor).index_select(0, order).view(tensor.dtype)
         super().set_param(name, tensor)
 
 

@@ -24,6 +24,7 @@ from octavo.worker.assemble import (
     finish,
     open_device,
     open_model,
+    scheme_of,
     shortened,
 )
 from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
@@ -59,14 +60,15 @@ class Worker:
         with self._phase("open"):
             checkpoint, spec = open_model(config)
         with self._phase("kernels"):
-            choices = choose(config, spec, device)
+            scheme = scheme_of(config, checkpoint)
+            choices = choose(config, spec, device, scheme)
             # What cannot fit now will not fit after loading: say so before that takes its time.
             plan_cache(self._cache_request(choices, free_at_start))
         if config.vocabulary is not None:
             size, threads = choices.spec.vocab_size, min(8, device.threads)
             self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
-            decoder = build(config, choices, device)
+            decoder = build(config, choices, device, checkpoint)
             check_room(decoder, device.free_memory())
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)

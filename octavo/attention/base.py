@@ -93,21 +93,54 @@ class FusedAttention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentFactors:
+    """What a latent is multiplied by to be each head's key (but for what turns) and value."""
+
+    keys: Tensor  # [Q, plain, L]
+    values: Tensor  # [Q, L, V]
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries [T, Q, plain + R] -> [T, Q, L + R], to be multiplied by what is cached."""
+        plain = self.keys.shape[1]
+        latent = torch.bmm(query[..., :plain].transpose(0, 1), self.keys).transpose(0, 1)
+        return torch.cat((latent, query[..., plain:]), dim=2)
+
+    def value(self, latents: Tensor) -> Tensor:
+        """Sums of latents [T, Q, L] -> [T, Q * V]."""
+        return torch.bmm(latents.transpose(0, 1), self.values).transpose(0, 1).flatten(1)
+
+
+@runtime_checkable
+class LatentAttentionBackend(Protocol):
+    """An AttentionBackend for latents that is given the factors, and may make keys and values."""
+
+    def forward_latent(
+        self,
+        q: Tensor,
+        stored: Tensor,
+        factors: LatentFactors,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """q [T, Q, plain + R], already rotated, stored [T, 1, L + R] -> [T, Q * V]. Causal."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentRules:
     """What a layer of latent attention does before and after it attends; see `layers/latent.py`."""
 
     cos_sin: Tensor  # f32[max_len, R]
     norm: Tensor  # [L], of the latents
     eps: float
-    keys: Tensor  # [Q, C, L], what queries are multiplied by
-    values: Tensor  # [Q, L, V], what sums of latents are multiplied by
+    factors: LatentFactors
 
 
 @runtime_checkable
 class FusedLatent(Protocol):
     """An AttentionBackend that also takes a latent layer's projections as they come."""
 
-    def forward_latent(
+    def forward_fused_latent(
         self,
         heads: Tensor,
         latent: Tensor,
@@ -116,7 +149,7 @@ class FusedLatent(Protocol):
         need: AttentionNeed,
         batch: ForwardBatch,
     ) -> Tensor:
-        """Heads [T, Q * (C + R)], latent [T, L + R], neither rotated -> [T, Q * V].
+        """Heads [T, Q * (plain + R)], latent [T, L + R], neither rotated -> [T, Q * V].
 
         Rows of both may be parts of longer ones. Stores the latents of all T tokens.
         """

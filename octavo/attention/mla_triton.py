@@ -145,7 +145,7 @@ class LatentTritonAttention:
         kernels.store(k.flatten(1), pages, batch.slot_map)
         return self._attend(q.contiguous(), pages, need, batch).flatten(1)
 
-    def forward_latent(
+    def forward_fused_latent(
         self,
         heads: Tensor,
         latent: Tensor,
@@ -160,14 +160,14 @@ class LatentTritonAttention:
             heads,
             latent,
             pages,
-            factor=rules.keys,
+            factor=rules.factors.keys,
             norm=rules.norm,
             eps=rules.eps,
             positions=batch.positions,
             slot_map=batch.slot_map,
             cos_sin=rules.cos_sin,
         )
-        found: Tensor = kernels.project(self._attend(q, pages, need, batch), rules.values)
+        found: Tensor = kernels.project(self._attend(q, pages, need, batch), rules.factors.values)
         return found
 
     def _attend(self, q: Tensor, pages: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:

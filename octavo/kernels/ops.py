@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from octavo.kernels.formats import Fp8, Grouped
+
 
 class ExpertProduct(Protocol):
     """The weighted sum of the gated MLPs of each token's experts.
@@ -22,14 +24,6 @@ class ExpertProduct(Protocol):
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, /) -> Tensor:
         """x [T, H], experts i64 or i32 [T, k], their weights f32[T, k] -> [T, H]."""
-
-
-@runtime_checkable
-class AddingExperts(Protocol):
-    """An ExpertProduct that also adds what other experts gave, in the launch that sums."""
-
-    def add(self, x: Tensor, experts: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
-        """As the product, plus `base` [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +36,24 @@ class PackedWeight:
     dtype: torch.dtype  # of the activations that it multiplies
     layout: str  # "plain" [N, K], or the name of a packed layout
     extra: tuple[Tensor, ...] = ()  # scales and the like
+
+
+@runtime_checkable
+class JoiningExperts(Protocol):
+    """An ExpertProduct that takes the experts that all tokens go to into its own launches."""
+
+    def joins(self, tokens: int, gate_up: PackedWeight, down: PackedWeight) -> bool:
+        """Whether it can and should, for so many tokens: gate_up [2 * n * I, H], down [H, n * I]."""
+
+    def joined(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+    ) -> Tensor:
+        """As the product, plus what the shared MLP of these weights gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,10 @@ class Ops:
     # As `sample`; also sets i32[S] to 1 where a row has a logit that is not finite. None: such rows
     # are looked for apart.
     sample_checked: Callable[[Tensor, SampleRows, Tensor], Tensor] | None = None
+    # Weights of 4 bits, and of 8-bit floats, for `linear` and `linear_silu` to multiply; None:
+    # there are no such kernels, and weights are made plain.
+    pack_grouped: Callable[[Grouped], PackedWeight] | None = None
+    pack_fp8: Callable[[Fp8], PackedWeight] | None = None
     # linear and silu_mul in one: x [T, K], weight [2 * I, K], bias -> [T, I]; None: use the two.
     linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
 from octavo.kernels.experts import looped
-from octavo.kernels.ops import AddingExperts, ExpertProduct, RouteRules
+from octavo.kernels.ops import ExpertProduct, JoiningExperts, RouteRules
 from octavo.layers.build import Build
 from octavo.layers.linear import Replicated, even_part
 from octavo.layers.mlp import MLP
@@ -107,12 +106,6 @@ class Experts:
     run: ExpertProduct
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
-        if build.quant.name != "none":
-            raise ConfigError(
-                f"experts in the quantization {build.quant.name!r} are not supported; use a "
-                "checkpoint with weights in bfloat16, float16 or float32",
-                "quantization",
-            )
         axis, count, width = build.mesh.tp, spec.num_experts, spec.intermediate_size
         self._axis = axis
         start, share = axis.share(width)
@@ -159,15 +152,19 @@ class Experts:
         gate_up = tensors.pop("gate_up").view(count, 2 * share, hidden)
         self.run = self._make(gate_up, tensors.pop("down").view(count, hidden, share))
 
-    def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, base: Tensor | None = None
-    ) -> Tensor:
-        """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum, plus `base`."""
-        if base is None:
-            return all_reduce(self.run(x, experts, weights), self._axis)
-        if self._axis.size == 1 and isinstance(self.run, AddingExperts):
-            return self.run.add(x, experts, weights, base)
-        return all_reduce(self.run(x, experts, weights), self._axis) + base
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum."""
+        return all_reduce(self.run(x, experts, weights), self._axis)
+
+    def joined(
+        self, x: Tensor, experts: Tensor, weights: Tensor, shared: MLP
+    ) -> Tensor | None:
+        """The same plus the shared experts' results, if the kernels take both in one."""
+        gate_up, down = shared.gate_up.packed, shared.down.packed
+        run = self.run
+        if isinstance(run, JoiningExperts) and run.joins(len(x), gate_up, down):
+            return all_reduce(run.joined(x, experts, weights, gate_up, down), self._axis)
+        return None
 
 
 class SharedExperts:
@@ -197,8 +194,14 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        base = None if self.shared is None else self.shared(x)
-        return self.experts(x, *self.router(x), base)
+        experts, weights = self.router(x)
+        if self.shared is None:
+            return self.experts(x, experts, weights)
+        if self.shared.gate is None:
+            found = self.experts.joined(x, experts, weights, self.shared.mlp)
+            if found is not None:
+                return found
+        return self.experts(x, experts, weights) + self.shared(x)
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

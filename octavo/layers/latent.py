@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.forward import ForwardBatch
+from octavo.layers.attention import chosen
 from octavo.layers.build import Build
 from octavo.layers.linear import Linear, Row
 from octavo.layers.norm import RMSNorm
@@ -135,8 +136,8 @@ class LatentAttention:
         self.absorbed = Absorbed(build, spec.num_heads, latent)
         self.output = Row(build, spec.num_heads * latent.value_dim, spec.hidden_size)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> [T, H]; stores the latents of all T tokens."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H]; stores the latents of all T tokens. `rows` as in `Attention`."""
         latent = self._latent
         sizes = [self.input.parts[0].size, latent.rank, latent.rope_dim]
         first, vector, key = torch.split(self.input(x), sizes, dim=1)
@@ -152,7 +153,8 @@ class LatentAttention:
         attended = self._backend.forward(
             query, stored, stored[..., : latent.rank], self._layer, self.need, batch
         )
-        return self.output(self.absorbed.value(attended.view(len(x), -1, latent.rank)))
+        attended = chosen(attended, rows)
+        return self.output(self.absorbed.value(attended.view(len(attended), -1, latent.rank)))
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

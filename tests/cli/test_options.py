@@ -328,5 +328,5 @@ def test_a_revision_of_no_tokenizer_is_refused() -> None:
 
 def test_what_quantization_there_is() -> None:
     EngineArgs(quantization="int8").check()
-    with pytest.raises(ConfigError, match="int8 is the only method"):
-        EngineArgs(quantization="awq").check()
+    with pytest.raises(ConfigError, match="one of fp8, int8, int4, awq"):
+        EngineArgs(quantization="bitsandbytes").check()

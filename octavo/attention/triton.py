@@ -32,6 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EVEN, UNEVEN = "even", "uneven"  # forms of a decode step
 MAX_HEAD = 256
+TURNS = False  # attention of decode steps turns and stores the newest tokens itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,10 @@ class TritonAttention:
         Where all rows decode, attention itself does these.
         """
         plan = batch.attn
-        if isinstance(plan, TritonPlan) and plan.decodes == batch.num_rows == batch.num_tokens:
+        decode_only = isinstance(plan, TritonPlan) and (
+            plan.decodes == batch.num_rows == batch.num_tokens
+        )
+        if TURNS and decode_only:
             newest = Newest(
                 qkv,
                 batch.positions,

@@ -16,6 +16,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
+from octavo.attention import triton as attention
 from octavo.attention.prefill import TritonRows
 from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
 from octavo.kernels.triton import attention_tiles as tiles
@@ -299,9 +300,14 @@ def test_fused_equals_apart(device: torch.device, norms: bool) -> None:
 @pytest.mark.parametrize(("norms", "form"), [(False, UNEVEN), (True, EVEN)])
 @pytest.mark.parametrize("changes", CASES)
 def test_newest_tokens_within_attention(
-    device: torch.device, changes: dict[str, object], norms: bool, form: str
+    device: torch.device,
+    changes: dict[str, object],
+    norms: bool,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all rows decode: the same results and the same pages as of a launch before it."""
+    monkeypatch.setattr(attention, "TURNS", True)
     need = make_need(device, **changes)
     backend = TritonAttention()
     lens = [1, 16, 17, 150, 3, 129]

@@ -43,7 +43,7 @@ class JoiningExperts(Protocol):
     """An ExpertProduct that takes the experts that all tokens go to into its own launches."""
 
     def joins(self, tokens: int, gate_up: PackedWeight, down: PackedWeight) -> bool:
-        """Whether it can and should, for so many tokens: gate_up [2 * n * I, H], down [H, n * I]."""
+        """Whether it can and should for so many tokens: gate_up [2 * n * I, H], down [H, n * I]."""
 
     def joined(
         self,

@@ -156,9 +156,7 @@ class Experts:
         """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum."""
         return all_reduce(self.run(x, experts, weights), self._axis)
 
-    def joined(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: MLP
-    ) -> Tensor | None:
+    def joined(self, x: Tensor, experts: Tensor, weights: Tensor, shared: MLP) -> Tensor | None:
         """The same plus the shared experts' results, if the kernels take both in one."""
         gate_up, down = shared.gate_up.packed, shared.down.packed
         run = self.run

@@ -157,7 +157,7 @@ class LatentAttention:
             attended = self._fused.forward_fused_latent(
                 first, rest, self._rules(), self._layer, self.need, batch
             )
-            return self.output(attended)
+            return self.output(chosen(attended, rows))
         vector, key = torch.split(rest, [latent.rank, latent.rope_dim], dim=1)
         heads = first.view(len(x), -1, latent.plain_dim + latent.rope_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)

@@ -17,17 +17,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton.activation import silu
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
-from octavo.kernels.triton.pairs import Sorted
+from octavo.kernels.triton.pairs import Shared, Sorted
 
 
 @triton.jit
 def one_gate_up_kernel(
     x_ptr,  # [H]
     weight_ptr,  # [E, 2 * I, H]
+    shared_ptr,  # [2 * SHARED * I, H], read if SHARED
     experts_ptr,  # i32[TOP]
-    out_ptr,  # [TOP, I]
+    out_ptr,  # [TOP + SHARED, I]
     size,  # I
     H: tl.constexpr,
+    TOP: tl.constexpr,
+    SHARED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -37,11 +40,17 @@ def one_gate_up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     pair = tl.program_id(1)
-    expert = tl.load(experts_ptr + pair).to(tl.int64)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    gate_ptr = weight_ptr + expert * 2 * size * H + row[:, None].to(tl.int64) * H + k[None, :]
-    up_ptr = gate_ptr + size.to(tl.int64) * H
+    first = weight_ptr
+    apart = size.to(tl.int64) * H  # from a gate's row to its up
+    if pair < TOP:
+        first += tl.load(experts_ptr + pair).to(tl.int64) * 2 * apart
+    else:
+        first = shared_ptr + (pair - TOP) * apart
+        apart *= SHARED
+    gate_ptr = first + row[:, None].to(tl.int64) * H + k[None, :]
+    up_ptr = gate_ptr + apart
     gate = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     for start in range(0, H, BK):
@@ -58,21 +67,21 @@ def one_gate_up_kernel(
 
 @triton.jit
 def one_down_kernel(
-    x_ptr,  # [TOP, I]
+    x_ptr,  # [TOP + SHARED, I]
     weight_ptr,  # [E, H, I]
+    shared_ptr,  # [H, SHARED * I], read if SHARED
     experts_ptr,  # i32[TOP]
     weights_ptr,  # f32[TOP]
-    base_ptr,  # [H], read if BASE
     out_ptr,  # [H]
     size,  # H
     K: tl.constexpr,  # I
     TOP: tl.constexpr,
+    SHARED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    BASE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program BN outputs: the weighted sum over the token's experts, plus the base."""
+    """One program BN outputs: the weighted sum over the token's experts, and the shared ones."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -88,10 +97,14 @@ def one_down_kernel(
             x = tl.load(x_ptr + pair * K + start + k, mask=start + k < K, other=0.0)
             weight = tl.load(at + start, mask=inside, other=0.0)
             acc += weight.to(tl.float32) * (x.to(tl.float32) * scale)[None, :]
-    out = tl.sum(acc, 1)
-    if BASE:
-        out += tl.load(base_ptr + row, mask=row < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, out, mask=row < size)
+    if SHARED > 0:
+        at = shared_ptr + row[:, None].to(tl.int64) * (SHARED * K) + k[None, :]
+        for start in range(0, SHARED * K, BK):
+            left = start + k < SHARED * K
+            x = tl.load(x_ptr + TOP * K + start + k, mask=left, other=0.0)
+            weight = tl.load(at + start, mask=left[None, :] & (row < size)[:, None], other=0.0)
+            acc += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    tl.store(out_ptr + row, tl.sum(acc, 1), mask=row < size)
 
 
 def one_token(
@@ -100,27 +113,31 @@ def one_token(
     down: Tensor,
     experts: Tensor,
     weights: Tensor,
-    base: Tensor | None,
+    shared: Shared | None = None,
     *,
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None,
 ) -> Tensor:
     """x [1, H], gate_up [E, 2 * I, H], down [E, H, I], experts i32[1, k], weights f32[1, k].
 
-    -> [1, H], `base` [1, H] added. `tiles` are (outputs, columns, warps) of either product.
+    -> [1, H]. `tiles` are (outputs, columns, warps) of either product.
     """
     size = down.shape[2]
     hidden = x.shape[1]
     top = experts.shape[1]
-    inner = x.new_empty(top, size)
+    number = 0 if shared is None else shared.number
+    inner = x.new_empty(top + number, size)
     out = torch.empty_like(x)
     first, second = tiles or one_tiles(hidden, size)
-    one_gate_up_kernel[(divide_up(size, first[0]), top)](
+    one_gate_up_kernel[(divide_up(size, first[0]), top + number)](
         x,
         gate_up,
+        gate_up if shared is None else shared.gate_up,
         experts,
         inner,
         size,
         H=hidden,
+        TOP=top,
+        SHARED=number,
         BN=first[0],
         BK=first[1],
         num_warps=first[2],
@@ -129,16 +146,16 @@ def one_token(
     one_down_kernel[(divide_up(hidden, second[0]),)](
         inner,
         down,
+        down if shared is None else shared.down,
         experts,
         weights,
-        x if base is None else base,
         out,
         hidden,
         K=size,
         TOP=top,
+        SHARED=number,
         BN=second[0],
         BK=second[1],
-        BASE=base is not None,
         num_warps=second[2],
         **pdl(x.device),
     )
@@ -146,8 +163,11 @@ def one_token(
 
 
 def one_tiles(hidden: int, size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(outputs, columns, warps) of the products of one token."""
-    return (4, min(512, power_of_2(hidden)), 4), (4, min(512, power_of_2(size)), 4)
+    """(outputs, columns, warps) of the products of one token: the best of a dozen on an H200."""
+    columns = min(2048, power_of_2(hidden))
+    while columns > 256 and hidden % columns:
+        columns //= 2
+    return (max(1, 2048 // columns), columns, 4), (2, min(512, power_of_2(size)), 4)
 
 
 @triton.jit
@@ -224,7 +244,6 @@ def in_tiles(
     *,
     tile_rows: int,
     silu: bool,
-    top: int,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """x [T, K] with `silu`, else [A, K] by place; weight [E, N, K] -> [A, N or N / 2] by place.
@@ -248,7 +267,7 @@ def in_tiles(
         room,
         outputs,
         K=x.shape[1],
-        TOP=top,
+        TOP=found.pairs_a_token,
         BM=tile_rows,
         BN=columns,
         BK=block,
@@ -265,13 +284,11 @@ def in_tiles(
 def sum_kernel(
     parts_ptr,  # [A, H] by place
     place_ptr,  # i32[A]
-    weights_ptr,  # f32[A] by pair, read if WEIGHED
-    base_ptr,  # [T, H], read if BASE
+    weights_ptr,  # f32[A] by place, read if WEIGHED
     out_ptr,  # [T, H]
     H: tl.constexpr,
-    TOP: tl.constexpr,
+    PAIRS: tl.constexpr,  # of a token
     BLOCK: tl.constexpr,
-    BASE: tl.constexpr,
     WEIGHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -283,35 +300,29 @@ def sum_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
     total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(TOP):
-        place = tl.load(place_ptr + token * TOP + i).to(tl.int64)
+    for i in tl.static_range(PAIRS):
+        place = tl.load(place_ptr + token * PAIRS + i).to(tl.int64)
         part = tl.load(parts_ptr + place * H + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHED:
-            part *= tl.load(weights_ptr + token * TOP + i)
+            part *= tl.load(weights_ptr + place)
         total += part
-    if BASE:
-        total += tl.load(base_ptr + token * H + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * H + column, total, mask=inside)
 
 
-def sum_of(
-    parts: Tensor, found: Sorted, top: int, base: Tensor | None, weights: Tensor | None = None
-) -> Tensor:
-    """Parts [A, H] by place -> [T, H], each token's summed, times `weights` f32[T, k] if given."""
-    pairs, size = parts.shape
-    out = parts.new_empty(pairs // top, size)
+def sum_of(parts: Tensor, found: Sorted, *, weighed: bool = False) -> Tensor:
+    """Parts [A, H] by place -> [T, H], each token's summed; `weighed`: times their weights."""
+    size = parts.shape[1]
+    out = parts.new_empty(found.tokens, size)
     block = min(1024, power_of_2(size))
-    sum_kernel[(pairs // top, divide_up(size, block))](
+    sum_kernel[(found.tokens, divide_up(size, block))](
         parts,
         found.place,
-        found.weights if weights is None else weights,
-        parts if base is None else base,
+        found.weights,
         out,
         H=size,
-        TOP=top,
+        PAIRS=found.pairs_a_token,
         BLOCK=block,
-        BASE=base is not None,
-        WEIGHED=weights is not None,
+        WEIGHED=weighed,
         num_warps=4,
         **pdl(parts.device),
     )

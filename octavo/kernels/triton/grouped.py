@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton.launch import divide_up, gpu_of
-from octavo.kernels.triton.pairs import Sorted
+from octavo.kernels.triton.pairs import Shared, Sorted
 from octavo.kernels.triton.skinny import GLUON, LINES
 
 RING = 192 << 10  # bytes of weights and rows that are on their way to a program
@@ -43,29 +43,52 @@ class GroupedCut:
 
 
 @gluon.jit
-def _tile_at(tiles_ptr, room, tile, n_tiles, outputs, BN: gl.constexpr, HALVES: gl.constexpr):
-    """(weight row, output, first row of x, last + 1) of a tile."""
+def _tile_at(tiles_ptr, room, tile, last, n_tiles, BN: gl.constexpr):
+    """(expert, output, first row of x, last + 1) of a tile; of the last one for all after it."""
+    tile = gl.minimum(tile, gl.maximum(last, 0))
     row_tile = tile // n_tiles
-    n = tile % n_tiles * BN
     expert = gl.load(tiles_ptr + row_tile)
     first = gl.load(tiles_ptr + room + row_tile)
     stop = gl.load(tiles_ptr + 2 * room + row_tile)
-    return expert * HALVES * outputs + n, n, first, stop
+    return expert, tile % n_tiles * BN, first, stop
 
 
 @gluon.jit
 def _fetch(
-    x_desc, weight_desc, rows, weights, full, slot, weight_row, first, k, outputs, there,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, HALVES: gl.constexpr,
+    x_desc, own_desc, weight_desc, shared_desc, rows, weights, full, slot, expert, n, first, k,
+    outputs, K, pairs, tokens, there, E: gl.constexpr, SHARED: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SILU: gl.constexpr,
 ):  # fmt: skip
-    """Asks for one block of a tile, if it is `there`."""
+    """Asks for one block of a tile, if it is `there`.
+
+    A shared expert is the part of one MLP that begins at gate row, up row, or column
+    (expert - E) * its width.
+    """
+    HALVES: gl.constexpr = 2 if SILU else 1
     arrival = full.index(slot)
     mbarrier.expect(arrival, (HALVES * BN + BM) * BK * 2, pred=there)
+    routed = there
+    if SHARED > 0:
+        routed = there & (expert < E)
+        extra = there & (expert >= E)
+        nth = expert - E
     for half in gl.static_range(HALVES):
         into = weights.index(HALVES * slot + half)
-        at = [weight_row + half * outputs, k]
-        tma.async_copy_global_to_shared(weight_desc, at, arrival, into, pred=there)
-    tma.async_copy_global_to_shared(x_desc, [first, k], arrival, rows.index(slot), pred=there)
+        at = [(expert * HALVES + half) * outputs + n, k]
+        tma.async_copy_global_to_shared(weight_desc, at, arrival, into, pred=routed)
+        if SHARED > 0:
+            if SILU:
+                at = [(half * SHARED + nth) * outputs + n, k]
+            else:
+                at = [n, nth * K + k]
+            tma.async_copy_global_to_shared(shared_desc, at, arrival, into, pred=extra)
+    into = rows.index(slot)
+    if SILU and SHARED > 0:
+        tma.async_copy_global_to_shared(x_desc, [first, k], arrival, into, pred=routed)
+        own = first - pairs - nth * tokens
+        tma.async_copy_global_to_shared(own_desc, [own, k], arrival, into, pred=extra)
+    else:
+        tma.async_copy_global_to_shared(x_desc, [first, k], arrival, into, pred=there)
 
 
 @gluon.jit
@@ -90,16 +113,22 @@ def _store(
     gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["room"])
+@gluon.jit(do_not_specialize=["room", "pairs", "tokens"])
 def grouped_kernel(
-    x_desc,  # [A, K] in blocks [BM, BK]
+    x_desc,  # [A, K] in blocks [BM, BK]; with SILU [T * TOP, K], of experts that were chosen
+    own_desc,  # [T, K], the tokens' rows, for shared experts with SILU
     weight_desc,  # [E * N, K] in blocks [BN, BK]; with SILU N is 2 * outputs
+    shared_desc,  # with SILU [2 * SHARED * outputs, K], else [N, SHARED * K]
     scale_ptr,  # f32[A], read if not SILU
     tiles_ptr,  # see `Sorted`
     out_ptr,  # [A, outputs]
     room,
     outputs,
     K,
+    pairs,  # T * TOP
+    tokens,
+    E: gl.constexpr,
+    SHARED: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
     BK: gl.constexpr,
@@ -121,28 +150,25 @@ def grouped_kernel(
     n_tiles = gl.cdiv(outputs, BN)
     per_tile = gl.cdiv(K, BK)
     programs = gl.num_programs(0)
-    total = gl.load(tiles_ptr + 3 * room) * n_tiles
+    last = gl.load(tiles_ptr + 3 * room) * n_tiles - 1
     tile = gl.program_id(0)
-    units = gl.cdiv(gl.maximum(total - tile, 0), programs) * per_tile
-    later = tile  # the tile and the block that are asked for next
-    block = 0
-    weight_row, n, first, stop = _tile_at(
-        tiles_ptr, room, gl.minimum(tile, gl.maximum(total - 1, 0)), n_tiles, outputs, BN, HALVES
-    )
-    later_row, later_first = weight_row, first
+    units = gl.cdiv(gl.maximum(last + 1 - tile, 0), programs) * per_tile
+    expert, n, first, stop = _tile_at(tiles_ptr, room, tile, last, n_tiles, BN)
+    # The tile and the block that are asked for next.
+    later, block, later_expert, later_n, later_first = tile, 0, expert, n, first
     for early in gl.static_range(STAGES):
         _fetch(
-            x_desc, weight_desc, rows, weights, full, early, later_row, later_first, block * BK,
-            outputs, early < units, BM, BN, BK, HALVES,
+            x_desc, own_desc, weight_desc, shared_desc, rows, weights, full, early, later_expert,
+            later_n, later_first, block * BK, outputs, K, pairs, tokens, early < units,
+            E, SHARED, BM, BN, BK, SILU,
         )  # fmt: skip
         block += 1
         if block == per_tile:
             block = 0
             later = later + programs  # not in place: it begins as the same number
-            later_row, _, later_first, _ = _tile_at(
-                tiles_ptr, room, gl.minimum(later, gl.maximum(total - 1, 0)), n_tiles, outputs,
-                BN, HALVES,
-            )  # fmt: skip
+            later_expert, later_n, later_first, _ = _tile_at(
+                tiles_ptr, room, later, last, n_tiles, BN
+            )
     acc = gl.zeros([BN, BM], gl.float32, SUMS)
     up = gl.zeros([BN, BM], gl.float32, SUMS)
     done = 0  # blocks of this tile
@@ -162,17 +188,18 @@ def grouped_kernel(
         there = (unit > 0) & (unit + STAGES - 1 < units)
         freed = (unit + STAGES - 1) % STAGES
         _fetch(
-            x_desc, weight_desc, rows, weights, full, freed, later_row, later_first, block * BK,
-            outputs, there, BM, BN, BK, HALVES,
+            x_desc, own_desc, weight_desc, shared_desc, rows, weights, full, freed, later_expert,
+            later_n, later_first, block * BK, outputs, K, pairs, tokens, there,
+            E, SHARED, BM, BN, BK, SILU,
         )  # fmt: skip
         if unit > 0:
             block += 1
             if block == per_tile:
                 block = 0
-                later = later + programs  # not in place: it begins as the same number
-                later_row, _, later_first, _ = _tile_at(
-                    tiles_ptr, room, gl.minimum(later, total - 1), n_tiles, outputs, BN, HALVES
-                )  # fmt: skip
+                later = later + programs
+                later_expert, later_n, later_first, _ = _tile_at(
+                    tiles_ptr, room, later, last, n_tiles, BN
+                )
         done += 1
         if done == per_tile:
             if SILU:
@@ -184,9 +211,7 @@ def grouped_kernel(
             )  # fmt: skip
             done = 0
             tile = tile + programs
-            weight_row, n, first, stop = _tile_at(
-                tiles_ptr, room, gl.minimum(tile, total - 1), n_tiles, outputs, BN, HALVES
-            )  # fmt: skip
+            _, n, first, stop = _tile_at(tiles_ptr, room, tile, last, n_tiles, BN)
 
 
 def grouped(
@@ -196,32 +221,50 @@ def grouped(
     *,
     tile_rows: int,
     silu: bool,
+    own: Tensor | None = None,
+    shared: Shared | None = None,
     cut: GroupedCut | None = None,
     programs: int | None = None,
 ) -> Tensor:
     """x [A, K] by place, weight [E, N, K] -> [A, N], or with `silu` [A, N / 2], by place.
 
-    Without `silu` results are multiplied by the pairs' weights. See `can_serve` for what x and
-    weight may be; `cut` None is a choice by shape.
+    With `silu` x holds the rows of experts that were chosen, and `own` [T, K] those of tokens,
+    which `shared` ones take. Without it results are multiplied by the pairs' weights. See `can_serve` for
+    what x and weight may be; `cut` None is a choice by shape.
     """
     count, size, columns = weight.shape
     outputs = size // 2 if silu else size
-    pairs = x.shape[0]
+    pairs = found.order.shape[0]
     out = x.new_empty(pairs, outputs)
     cut = cut or grouped_cut(tile_rows, silu=silu)
     room = found.tiles.shape[0] // 3
     tiles = room * divide_up(outputs, cut.outputs)
+
+    def rows_of(tensor: Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [tile_rows, cut.columns], LINES)
+
+    def weights_of(tensor: Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [cut.outputs, cut.columns], LINES)
+
+    rows, weights = rows_of(x), weights_of(weight.view(count * size, columns))
+    extra = weights
+    if shared is not None:
+        extra = weights_of(shared.gate_up if silu else shared.down)
     grouped_kernel[(min(tiles, programs or gpu_of(x.device).processors),)](
-        TensorDescriptor.from_tensor(x, [tile_rows, cut.columns], LINES),
-        TensorDescriptor.from_tensor(
-            weight.view(count * size, columns), [cut.outputs, cut.columns], LINES
-        ),
+        rows,
+        rows if own is None else rows_of(own),
+        weights,
+        extra,
         found.weights,
         found.tiles,
         out,
         room,
         outputs,
         columns,
+        found.tokens * found.top,
+        found.tokens,
+        E=count,
+        SHARED=found.shared,
         BM=tile_rows,
         BN=cut.outputs,
         BK=cut.columns,
@@ -233,19 +276,16 @@ def grouped(
     return out
 
 
-def can_serve(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel multiplies rows of x [.., K] by weight [E, N, K]."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+def can_serve(weight: Tensor) -> bool:
+    """Whether this kernel multiplies by weight [E, N, K]."""
+    if weight.dtype not in (torch.bfloat16, torch.float16) or weight.shape[2] % 8:
         return False
-    return (
-        weight.shape[2] % 8 == 0
-        and gpu_of(x.device).hopper
-        and triton.__version__.startswith(GLUON)
-    )
+    return gpu_of(weight.device).hopper and triton.__version__.startswith(GLUON)
 
 
 def grouped_cut(tile_rows: int, *, silu: bool) -> GroupedCut:
     """A good cut on an H200."""
-    outputs, columns = 64, 64 if tile_rows > 64 else 128
+    outputs = 128 if tile_rows > 64 and not silu else 64
+    columns = 64 if tile_rows > 64 else 128
     stage = ((2 if silu else 1) * outputs + tile_rows) * columns * 2
     return GroupedCut(outputs, columns, max(2, min(MOST_STAGES, RING // stage)))

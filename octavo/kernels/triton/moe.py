@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.kernels.ops import PackedWeight
 from octavo.kernels.triton import experts as products
 from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.grouped import can_serve, grouped
+from octavo.kernels.triton.pairs import Shared, Sorted
 from octavo.kernels.triton.routing import sort
 
 MANY = 1536  # tokens: from here on the library's grouped products are faster
@@ -20,7 +22,7 @@ MOST_ROWS = 128  # of a tile
 
 
 class TritonExperts:
-    """An ExpertProduct, and an AddingExperts, over stacked weights."""
+    """An ExpertProduct, and a JoiningExperts, over stacked weights."""
 
     __slots__ = ("_down", "_gate_up")
 
@@ -29,45 +31,77 @@ class TritonExperts:
         self._gate_up = gate_up.contiguous()
         self._down = down.contiguous()
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, /) -> Tensor:
         """x [T, H], experts [T, k], weights f32[T, k] -> [T, H]."""
-        return self.add(x, experts, weights, None)
+        return self._product(x, experts, weights, None)
 
-    def add(self, x: Tensor, experts: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
-        """The same plus `base` [T, H]."""
+    def joins(self, tokens: int, gate_up: PackedWeight, down: PackedWeight) -> bool:
+        """See `JoiningExperts`: shared experts as wide as whole routed ones, on Hopper."""
+        if tokens > MANY or gate_up.layout != "plain" or down.layout != "plain":
+            return False
+        if gate_up.data.dtype != self._down.dtype or down.columns % self._down.shape[2]:
+            return False
+        return _is_fast(self._gate_up, self._down)
+
+    def joined(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+    ) -> Tensor:
+        """See `JoiningExperts`."""
+        shared = Shared(gate_up.data, down.data, down.columns // self._down.shape[2])
+        return self._product(x, experts, weights, shared)
+
+    def _product(
+        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Shared | None
+    ) -> Tensor:
         gate_up, down = self._gate_up, self._down
         tokens, top = experts.shape
         if tokens == 0:
             return torch.zeros_like(x)
         x, chosen = x.contiguous(), experts.to(torch.int32).contiguous()
         weights = weights.contiguous()
+        fast = _is_fast(gate_up, down)
         if tokens == 1 and x.dtype.itemsize == 2:
-            return products.one_token(x, gate_up, down, chosen, weights, base)
-        count = down.shape[0]
-        fast = can_serve(x, gate_up) and can_serve(x, down)
-        if fast and tokens > MANY:
-            return self._by_library(x, chosen, weights, base)
-        rows = tile_rows(tokens * top, count) if fast or x.dtype.itemsize == 2 else 16
-        found = sort(x, chosen, weights, count=count, tile_rows=rows, copy=fast)
-        if fast:
-            assert found.rows is not None
-            inner = grouped(found.rows, gate_up, found, tile_rows=rows, silu=True)
-            parts = grouped(inner, down, found, tile_rows=rows, silu=False)
+            found: Tensor = products.one_token(x, gate_up, down, chosen, weights, shared)
+        elif fast and tokens > MANY:
+            found = self._by_library(x, chosen, weights)
         else:
-            inner = products.in_tiles(x, gate_up, found, tile_rows=rows, silu=True, top=top)
-            parts = products.in_tiles(inner, down, found, tile_rows=rows, silu=False, top=top)
-        return products.sum_of(parts, found, top, base)
+            count = down.shape[0]
+            rows = tile_rows(tokens * top, count) if x.dtype.itemsize == 2 else 16
+            number = 0 if shared is None else shared.number
+            order = sort(x, chosen, weights, count=count, tile_rows=rows, copy=fast, shared=number)
+            found = products.sum_of(self._in_tiles(x, order, rows, shared), order)
+        return found
 
-    def _by_library(
-        self, x: Tensor, experts: Tensor, weights: Tensor, base: Tensor | None
-    ) -> Tensor:
-        top = experts.shape[1]
-        count = self._down.shape[0]
-        found = sort(x, experts, weights, count=count, tile_rows=MOST_ROWS, copy=False)
-        rows = x.index_select(0, found.order // top)
-        inner = functional.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=found.ends)
-        parts = functional.grouped_mm(silu_mul(inner), self._down.transpose(1, 2), offs=found.ends)
-        return products.sum_of(parts, found, top, base, weights)
+    def _in_tiles(self, x: Tensor, order: Sorted, rows: int, shared: Shared | None) -> Tensor:
+        """Weighed results [A, H] by place."""
+        gate_up, down = self._gate_up, self._down
+        if order.rows is not None:
+            inner = grouped(
+                order.rows, gate_up, order, tile_rows=rows, silu=True, own=x, shared=shared
+            )
+            return grouped(inner, down, order, tile_rows=rows, silu=False, shared=shared)
+        inner = products.in_tiles(x, gate_up, order, tile_rows=rows, silu=True)
+        found: Tensor = products.in_tiles(inner, down, order, tile_rows=rows, silu=False)
+        return found
+
+    def _by_library(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        count, top = self._down.shape[0], experts.shape[1]
+        order = sort(x, experts, weights, count=count, tile_rows=MOST_ROWS, copy=False)
+        rows = x.index_select(0, order.order // top)
+        inner = functional.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=order.ends)
+        inner = silu_mul(inner)
+        parts = functional.grouped_mm(inner, self._down.transpose(1, 2), offs=order.ends)
+        found: Tensor = products.sum_of(parts, order, weighed=True)
+        return found
+
+
+def _is_fast(gate_up: Tensor, down: Tensor) -> bool:
+    return can_serve(gate_up) and can_serve(down)
 
 
 def tile_rows(pairs: int, count: int) -> int:

@@ -148,23 +148,35 @@ def route(logits: Tensor, rules: RouteRules, correction: Tensor | None) -> tuple
     return chosen, weights
 
 
+@triton.jit
+def _chosen(experts_ptr, pair, pairs, E: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr):
+    """The expert of each pair; -1 beyond the last."""
+    if SHARED == 0:
+        return tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
+    nth = pair % (TOP + SHARED)
+    at = pair // (TOP + SHARED) * TOP + nth
+    routed = tl.load(experts_ptr + at, mask=(pair < pairs) & (nth < TOP), other=0)
+    return tl.where(pair < pairs, tl.where(nth < TOP, routed, E + nth - TOP), -1)
+
+
 @triton.jit(do_not_specialize=["pairs", "room"])
 def sort_kernel(
-    experts_ptr,  # i32[A]
-    weights_ptr,  # f32[A]
+    experts_ptr,  # i32[T, TOP]
+    weights_ptr,  # f32[T, TOP]
     x_ptr,  # [T, H], read if COPY
     order_ptr,
     place_ptr,
     sorted_weights_ptr,
     ends_ptr,
     tiles_ptr,
-    rows_ptr,  # [A, H], written if COPY
+    rows_ptr,  # [T * TOP, H], written if COPY
     pairs,  # A
     room,  # W
     x_stride,
     E: tl.constexpr,
-    EP: tl.constexpr,
+    EP: tl.constexpr,  # E + SHARED or more, a power of 2
     TOP: tl.constexpr,
+    SHARED: tl.constexpr,
     BM: tl.constexpr,
     H: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -177,13 +189,14 @@ def sort_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    PAIRS: tl.constexpr = TOP + SHARED
     mine = tl.program_id(0)
     expert = tl.arange(0, EP)
     counts = tl.zeros([EP], tl.int32)
     for start in range(0, pairs, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        chosen = tl.load(experts_ptr + at, mask=at < pairs, other=0)
-        counts += tl.histogram(chosen, EP, mask=at < pairs)
+        pair = start + tl.arange(0, CHUNK)
+        chosen = _chosen(experts_ptr, pair, pairs, E, TOP, SHARED)
+        counts += tl.histogram(tl.maximum(chosen, 0), EP, mask=chosen >= 0)
     first = tl.sum(tl.where(expert < mine, counts, 0), 0)
     count = tl.sum(tl.where(expert == mine, counts, 0), 0)
     if tl.program_id(1) == 0:
@@ -195,56 +208,74 @@ def sort_kernel(
             tl.store(tiles_ptr + before + i, mine)
             tl.store(tiles_ptr + room + before + i, first + i * BM)
             tl.store(tiles_ptr + 2 * room + before + i, first + count)
-        if mine == E - 1:
+        if mine == E + SHARED - 1:
             tl.store(tiles_ptr + 3 * room, before + own)
     found = 0
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for start in range(0, pairs, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        chosen = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
-        match = chosen == mine
+        pair = start + tl.arange(0, CHUNK)
+        match = _chosen(experts_ptr, pair, pairs, E, TOP, SHARED) == mine
         here = tl.sum(match.to(tl.int32), 0)
         if here > 0:
             where = first + found + tl.cumsum(match.to(tl.int32), 0) - 1
             # Each program writes what it reads below, the same as its neighbours.
-            tl.store(order_ptr + where, at, mask=match)
-            tl.store(place_ptr + at, where, mask=match)
-            weight = tl.load(weights_ptr + at, mask=match, other=0.0)
+            tl.store(order_ptr + where, pair, mask=match)
+            tl.store(place_ptr + pair, where, mask=match)
+            routed = match & (pair % PAIRS < TOP)
+            at = pair // PAIRS * TOP + pair % PAIRS
+            weight = tl.load(weights_ptr + at, mask=routed, other=1.0)
             tl.store(sorted_weights_ptr + where, weight, mask=match)
             found += here
     if COPY:
-        tl.debug_barrier()
-        r = tl.arange(0, ROWS)
-        for start in range(first, first + count, ROWS):
-            inside = start + r < first + count
-            pair = tl.load(order_ptr + start + r, mask=inside, other=0)
-            kept = inside[:, None] & (column < H)[None, :]
-            source = x_ptr + (pair // TOP).to(tl.int64)[:, None] * x_stride + column[None, :]
-            target = rows_ptr + (start + r).to(tl.int64)[:, None] * H + column[None, :]
-            tl.store(target, tl.load(source, mask=kept, other=0.0), mask=kept)
+        if mine < E:  # noqa: SIM102 - the one is known when compiled, the other is not
+            tl.debug_barrier()
+            column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+            r = tl.arange(0, ROWS)
+            for start in range(first, first + count, ROWS):
+                inside = start + r < first + count
+                pair = tl.load(order_ptr + start + r, mask=inside, other=0)
+                kept = inside[:, None] & (column < H)[None, :]
+                source = x_ptr + (pair // PAIRS).to(tl.int64)[:, None] * x_stride + column[None, :]
+                target = rows_ptr + (start + r).to(tl.int64)[:, None] * H + column[None, :]
+                tl.store(target, tl.load(source, mask=kept, other=0.0), mask=kept)
 
 
 def sort(
-    x: Tensor, experts: Tensor, weights: Tensor, *, count: int, tile_rows: int, copy: bool
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    count: int,
+    tile_rows: int,
+    copy: bool,
+    shared: int = 0,
 ) -> Sorted:
-    """x [T, H], experts i32[T, k] of `count`, weights f32[T, k] -> the pairs sorted.
+    """x [T, H], experts i32[T, top] of `count`, weights f32[T, top] -> the pairs sorted.
 
-    Within an expert pairs stay in the order of tokens. `copy`: `rows` are wanted.
+    Within an expert pairs stand in the order of tokens. `copy`: `rows` are wanted.
     """
     tokens, top = experts.shape
     size = x.shape[1]
-    pairs = tokens * top
-    ints = {"dtype": torch.int32, "device": x.device}
-    room = tile_room(pairs, count, tile_rows)
+    pairs = tokens * (top + shared)
+    device = x.device
+    room = tile_room(pairs, count + shared, tile_rows)
+
+    def ints(length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.int32, device=device)
+
     found = Sorted(
-        torch.empty(pairs, **ints),
-        torch.empty(pairs, **ints),
-        torch.empty(pairs, dtype=torch.float32, device=x.device),
-        torch.empty(count, **ints),
-        torch.empty(3 * room + 1, **ints),
-        x.new_empty(pairs, size) if copy else None,
+        ints(pairs),
+        ints(pairs),
+        torch.empty(pairs, dtype=torch.float32, device=device),
+        ints(count + shared),
+        ints(3 * room + 1),
+        x.new_empty(tokens * top, size) if copy else None,
+        tokens,
+        count,
+        top,
+        shared,
     )
-    sort_kernel[(count, divide_up(size, COPIED) if copy else 1)](
+    many = tokens > 64
+    sort_kernel[(count + shared, divide_up(size, COPIED) if copy else 1)](
         experts,
         weights,
         x,
@@ -258,15 +289,16 @@ def sort(
         room,
         x.stride(0),
         E=count,
-        EP=power_of_2(count),
+        EP=power_of_2(count + shared),
         TOP=top,
+        SHARED=shared,
         BM=tile_rows,
         H=size,
         CHUNK=min(2048, max(128, power_of_2(pairs))),
-        ROWS=8,
+        ROWS=32 if many else 8,
         COLUMNS=COPIED,
         COPY=copy,
-        num_warps=4,
-        **pdl(x.device),
+        num_warps=8 if many else 4,
+        **pdl(device),
     )
     return found

@@ -42,11 +42,11 @@ class _Room:
 
     rows: int
     items: Tensor
-    firsts: Tensor
+    firsts: Tensor  # of the list form
     counts: Tensor
     partial: Tensor
     lse: Tensor
-    arrived: Tensor
+    even: tuple[tuple[Tensor, Tensor], ...]  # firsts and counts of so many even splits
 
 
 class LatentTritonAttention:
@@ -111,7 +111,7 @@ class LatentTritonAttention:
             ints(max_rows),
             torch.zeros(pieces * need.num_heads * need.latent, device=device),
             torch.zeros(pieces * need.num_heads, device=device),
-            ints(max_rows * cut.blocks),
+            tuple(_even(splits, max_rows, device) for splits in range(attention.MAX_SPLITS + 1)),
         )
 
     def choose(self, lens: NDArray[np.int32]) -> str:
@@ -143,7 +143,11 @@ class LatentTritonAttention:
         assert sinks is None, "latent attention has no sinks"
         pages = batch.kv.keys[layer].squeeze(2)
         kernels.store(k.flatten(1), pages, batch.slot_map)
-        return self._attend(q.contiguous(), pages, need, batch).flatten(1)
+        plan = _planned(batch)
+        out = self._attend(q.contiguous(), pages, need, batch, plan)
+        if plan.pieces is not None and plan.pieces.splits != 1:
+            attention.merge(plan.pieces, out[: plan.decodes])
+        return out.flatten(1)
 
     def forward_fused_latent(
         self,
@@ -167,12 +171,26 @@ class LatentTritonAttention:
             slot_map=batch.slot_map,
             cos_sin=rules.cos_sin,
         )
-        found: Tensor = kernels.project(self._attend(q, pages, need, batch), rules.factors.values)
-        return found
+        plan = _planned(batch)
+        sums = self._attend(q, pages, need, batch, plan)
+        values = rules.factors.values
+        out: Tensor = q.new_empty(q.shape[0], q.shape[1] * values.shape[2])
+        rows = 0  # whose sums are left in pieces
+        if plan.pieces is not None and plan.pieces.splits != 1:
+            rows = plan.decodes
+            kernels.project_pieces(plan.pieces, values, out[:rows])
+        kernels.project(sums[rows:], values, out[rows:])
+        return out
 
-    def _attend(self, q: Tensor, pages: Tensor, need: AttentionNeed, batch: ForwardBatch) -> Tensor:
-        plan = batch.attn
-        assert isinstance(plan, LatentPlan), "the batch was planned by another backend"
+    def _attend(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+        plan: LatentPlan,
+    ) -> Tensor:
+        """Sums of latents [T, Q, L]; those of rows in more than one piece are still to merge."""
         out = q.new_empty(q.shape[0], q.shape[1], need.latent)
         rows = plan.decodes
         if plan.pieces is not None:
@@ -210,7 +228,9 @@ class LatentTritonAttention:
         room = self._room
         assert room is not None, "reserve comes first"
         items = room.items[:size].view(3, -1)
-        return Pieces(splits, items, room.firsts, room.counts, room.partial, room.lse, room.arrived)
+        firsts, counts = room.even[splits] if splits else (room.firsts, room.counts)
+        # Nobody counts arrivals: all pieces are merged by a launch of its own.
+        return Pieces(splits, items, firsts, counts, room.partial, room.lse, counts)
 
     def _queries(self, batch: ForwardBatch) -> Queries:
         """The tiles of the rows that are no decodes."""
@@ -233,3 +253,14 @@ class LatentTritonAttention:
         need = self._needed()
         processors = gpu_of(torch.device(need.device)).processors
         return attention.cut_of(need.num_heads, need.cache_dtype.itemsize, processors)
+
+
+def _even(splits: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(first piece of each row, number of its pieces): i32[rows] each."""
+    firsts = torch.arange(rows, dtype=torch.int32, device=device) * splits
+    return firsts, torch.full_like(firsts, splits)
+
+
+def _planned(batch: ForwardBatch) -> LatentPlan:
+    assert isinstance(batch.attn, LatentPlan), "the batch was planned by another backend"
+    return batch.attn

@@ -25,7 +25,7 @@ def main(seed: int) -> None:
     kernels: list[gluon.Kernel] = []
     gluon.install(lambda: kernels[0])
     from octavo.kernels.triton import grouped
-    from octavo.kernels.triton.pairs import Sorted
+    from octavo.kernels.triton.pairs import Shared, Sorted
 
     kernels.append(gluon.Kernel(grouped.grouped_kernel, random))
     grouped.grouped_kernel = kernels[0]
@@ -34,18 +34,33 @@ def main(seed: int) -> None:
         processors = random.choice([1, 5, 13])
         grouped.gpu_of = lambda _, count=processors: SimpleNamespace(processors=count)
         count, top = random.choice([3, 8, 20]), random.choice([1, 2, 3])
-        tokens = random.choice([1, 2, 9, 40])
-        outputs, columns = random.choice([48, 64, 200]), random.choice([40, 128, 264, 1000])
+        tokens, number = random.choice([1, 2, 9, 40]), random.choice([0, 0, 1, 2])
+        outputs, columns = random.choice([64, 128, 192]), random.choice([128, 256, 1024])
         rows, silu = random.choice([16, 32, 64, 128]), random.random() < 0.5
-        print(processors, count, top, tokens, outputs, columns, rows, silu, flush=True)
-        experts = torch.stack([torch.randperm(count)[:top] for _ in range(tokens)]).flatten()
-        chosen, order = experts.sort(stable=True)
-        x = torch.randn(tokens * top, columns).bfloat16()
+        if number == 0:
+            outputs += random.choice([-16, 0, 8])
+            columns += random.choice([-88, 0, 8])
+        print(processors, count, top, tokens, number, outputs, columns, rows, silu, flush=True)
+        experts = torch.stack([torch.randperm(count)[:top] for _ in range(tokens)])
+        more = torch.arange(count, count + number).expand(tokens, number)
+        chosen, order = torch.cat((experts, more), dim=1).flatten().sort(stable=True)
         size = 2 * outputs if silu else outputs
-        weight = (torch.randn(count, size, columns) * columns**-0.5).bfloat16()
-        scale = torch.rand(tokens * top)
-        found = Sorted(order, order, scale, order, tiles_of(chosen, count, rows), x)
-        out = grouped.grouped(x, weight, found, tile_rows=rows, silu=silu).float()
+        weight = (torch.randn(count + number, size, columns) * columns**-0.5).bfloat16()
+        own = torch.randn(tokens, columns).bfloat16()
+        x = own[order // (top + number)] if silu else torch.randn(len(order), columns).bfloat16()
+        scale = torch.rand(len(order))
+        tiles = tiles_of(chosen, count + number, rows)
+        found = Sorted(order, order, scale, order, tiles, x, tokens, count, top, number)
+        shared = None
+        if number:
+            extra = weight[count:]
+            gate_up = extra.view(number, -1, outputs, columns).transpose(0, 1).reshape(-1, columns)
+            down = extra.transpose(0, 1).reshape(size, -1)
+            shared = Shared(gate_up.contiguous(), down.contiguous(), number)
+        given = x[: tokens * top] if silu else x
+        out = grouped.grouped(
+            given, weight[:count], found, tile_rows=rows, silu=silu, own=own, shared=shared
+        ).float()
         expected = torch.stack([weight[e].float() @ x[i].float() for i, e in enumerate(chosen)])
         if silu:
             gate, up = expected.split(outputs, dim=1)

@@ -229,8 +229,8 @@ def grouped(
     """x [A, K] by place, weight [E, N, K] -> [A, N], or with `silu` [A, N / 2], by place.
 
     With `silu` x holds the rows of experts that were chosen, and `own` [T, K] those of tokens,
-    which `shared` ones take. Without it results are multiplied by the pairs' weights. See `can_serve` for
-    what x and weight may be; `cut` None is a choice by shape.
+    which `shared` ones take. Without it results are multiplied by the pairs' weights. See
+    `can_serve` for what weight may be; `cut` None is a choice by shape.
     """
     count, size, columns = weight.shape
     outputs = size // 2 if silu else size

@@ -14,7 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.kernels.triton.attention_decode import Pieces
+from octavo.kernels.triton.attention_math import LOWEST
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
+
+FEW = 16  # rows whose pieces are merged one by one
 
 
 @triton.jit
@@ -231,13 +235,12 @@ def project_kernel(
     tl.store(target, acc, mask=inside[:, None] & (column < V)[None, :])
 
 
-def project(latents: Tensor, factor: Tensor) -> Tensor:
-    """Sums of latents [T, Q, L], factor [Q, L, V] -> [T, Q * V]."""
+def project(latents: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Sums of latents [T, Q, L], times factor [Q, L, V], into out [T, Q * V]."""
     tokens, num_heads, rank = latents.shape
     size = factor.shape[2]
-    out = latents.new_empty(tokens, num_heads * size)
     if tokens == 0:
-        return out
+        return
     wide = latents.dtype.itemsize == 4
     block = 16 if tokens <= 128 or wide else 64
     columns = max(16, min(32 if tokens <= 128 or wide else 128, power_of_2(size)))
@@ -256,7 +259,6 @@ def project(latents: Tensor, factor: Tensor) -> Tensor:
         num_stages=3,
         **pdl(latents.device),
     )
-    return out
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
@@ -288,4 +290,127 @@ def store(x: Tensor, pages: Tensor, slot_map: Tensor) -> None:
     if tokens:
         store_kernel[(tokens,)](
             x, slot_map, pages, D=size, DP=power_of_2(size), num_warps=1, **pdl(x.device)
+        )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def project_pieces_kernel(
+    partial_ptr,  # f32 [W, Q, L]
+    lse_ptr,  # f32 [W, Q]
+    firsts_ptr,  # i32[R]
+    counts_ptr,
+    factor_ptr,  # [Q, L, V]
+    out_ptr,  # [R, Q, V]
+    rows,
+    Q: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a head, BV of its values, and BT rows; the factor is read before the wait."""
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0)
+    column = tl.program_id(1) * BV + tl.arange(0, BV)
+    row = tl.program_id(2) * BT + tl.arange(0, BT)
+    inside = row < rows
+    k = tl.arange(0, LP)
+    at = factor_ptr + head * L * V + k[:, None] * V + column[None, :]
+    factor = tl.load(at, mask=(k < L)[:, None] & (column < V)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    first = tl.load(firsts_ptr + row, mask=inside, other=0)
+    count = tl.load(counts_ptr + row, mask=inside, other=0)
+    best = tl.full([BT], LOWEST, tl.float32)
+    total = tl.zeros([BT], tl.float32)
+    x = tl.zeros([BT, LP], tl.float32)
+    for piece in range(tl.max(count, 0)):
+        there = piece < count
+        slot = (first + piece).to(tl.int64) * Q + head
+        lse = tl.load(lse_ptr + slot, mask=there, other=LOWEST)
+        mask = (there & (lse > LOWEST))[:, None] & (k < L)[None, :]
+        part = tl.load(partial_ptr + slot[:, None] * L + k[None, :], mask=mask, other=0.0)
+        new_best = tl.maximum(best, lse)
+        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
+        shrink = tl.exp2(best - new_best)
+        x = x * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        best = new_best
+    x = x / tl.maximum(total, 1e-30)[:, None]
+    found = tl.dot(x.to(factor.dtype), factor, input_precision="ieee")
+    target = out_ptr + (row.to(tl.int64)[:, None] * Q + head) * V + column[None, :]
+    tl.store(target, found, mask=inside[:, None] & (column < V)[None, :])
+
+
+@triton.jit
+def project_row_kernel(
+    partial_ptr,  # f32 [W, Q, L]
+    lse_ptr,  # f32 [W, Q]
+    firsts_ptr,  # i32[R]
+    counts_ptr,
+    factor_ptr,  # [Q, L, V]
+    out_ptr,  # [R, Q, V]
+    Q: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    CHUNK: tl.constexpr,  # pieces on their way together
+    PDL: tl.constexpr,
+):
+    """One program a head, BV of its values, and a row; the factor is read before the wait."""
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0)
+    column = tl.program_id(1) * BV + tl.arange(0, BV)
+    row = tl.program_id(2)
+    k = tl.arange(0, LP)
+    at = factor_ptr + head * L * V + k[:, None] * V + column[None, :]
+    factor = tl.load(at, mask=(k < L)[:, None] & (column < V)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    first = tl.load(firsts_ptr + row)
+    count = tl.load(counts_ptr + row)
+    best = LOWEST
+    total = 0.0
+    x = tl.zeros([LP], tl.float32)
+    for start in range(0, count, CHUNK):
+        piece = start + tl.arange(0, CHUNK)
+        slot = (first + piece).to(tl.int64) * Q + head
+        lse = tl.load(lse_ptr + slot, mask=piece < count, other=LOWEST)
+        there = (piece < count)[:, None] & (k < L)[None, :]
+        part = tl.load(partial_ptr + slot[:, None] * L + k[None, :], mask=there, other=0.0)
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
+        shrink = tl.exp2(best - new_best)
+        x = x * shrink + tl.sum(part * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        best = new_best
+    # Rounded as sums that are in one piece are.
+    x = (x / tl.maximum(total, 1e-30)).to(factor.dtype).to(tl.float32)
+    found = tl.sum(x[:, None] * factor.to(tl.float32), 0)
+    target = out_ptr + (row.to(tl.int64) * Q + head) * V + column
+    tl.store(target, found, mask=column < V)
+
+
+def project_pieces(pieces: Pieces, factor: Tensor, out: Tensor) -> None:
+    """Merges pieces of rows' sums of latents, times factor [Q, L, V], into out [R, Q * V].
+
+    Every piece has been written, those without keys with a log-sum-exp of LOWEST.
+    """
+    num_heads, rank, size = factor.shape
+    rows = out.shape[0]
+    given = (pieces.partial, pieces.lse, pieces.firsts, pieces.counts, factor, out)
+    shape = {"Q": num_heads, "L": rank, "LP": max(16, power_of_2(rank)), "V": size}
+    if rows <= FEW:
+        columns = min(32, power_of_2(size))
+        project_row_kernel[(num_heads, divide_up(size, columns), rows)](
+            *given, **shape, BV=columns, CHUNK=16, num_warps=4, **pdl(out.device)
+        )
+    else:
+        project_pieces_kernel[(num_heads, divide_up(size, 16), divide_up(rows, 16))](
+            *given, rows, **shape, BT=16, BV=16, num_warps=4, **pdl(out.device)
         )

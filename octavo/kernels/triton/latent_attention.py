@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.attention_decode import FP8, LIST_CHUNK, Pieces, _merged, merge_kernel
+from octavo.kernels.triton.attention_decode import FP8, LIST_CHUNK, Pieces, merge_kernel
 from octavo.kernels.triton.attention_math import LOG2_E, LOWEST
 from octavo.kernels.triton.attention_varlen import Queries
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
 
-MERGED = 8  # splits that are merged at once
 SIDE = 64  # rows of a product at most: queries times heads
 MAX_SPLITS = 16
 UNEVEN, LONG = 1.6, 512  # as in `attention_tiles.py`
@@ -63,7 +62,6 @@ def latent_kernel(
     out_ptr,  # [T, Q, L]
     partial_ptr,  # f32 [R * S or W, Q, L]
     lse_ptr,  # f32 [R * S or W, Q]
-    arrived_ptr,  # i32[R, head blocks]; zero before and after
     scale,
     table_stride,
     num_items,  # W
@@ -81,8 +79,6 @@ def latent_kernel(
     LIST: tl.constexpr,
     MANY: tl.constexpr,  # rows of many queries, by tiles
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
-    CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a head block, and a split of a row, a piece, or a tile."""
@@ -182,20 +178,6 @@ def latent_kernel(
         tl.store(part, found, mask=kept, cache_modifier=".cg")
         lse = tl.where(total > 0, best + tl.log2(tl.maximum(total, 1e-30)), LOWEST)
         tl.store(lse_ptr + slot, lse, mask=real, cache_modifier=".cg")
-        if not LIST and not MANY:
-            tl.debug_barrier()  # all of this program's stores come before its arrival
-            mine = arrived_ptr + row * tl.num_programs(0) + block
-            if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
-                tl.store(mine, 0)
-                for begin in range(0, G, HEADS):
-                    h = begin + tl.arange(0, HEADS)
-                    query = tl.minimum(block * G + tl.minimum(h, G - 1), Q - 1)
-                    merged = _merged(
-                        partial_ptr, lse_ptr, lse_ptr, row * splits, splits, query,
-                        Q, L, LP, CHUNK, False,
-                    )  # fmt: skip
-                    into = out_ptr + (row.to(tl.int64) * Q + query)[:, None] * L + c[None, :]
-                    tl.store(into, merged, mask=(h < G)[:, None] & (c < L)[None, :])
 
 
 def tokens_of_tile(num_heads: int, rows: int) -> int:
@@ -250,7 +232,8 @@ def attend_one(
 ) -> None:
     """Rows of one query each: q [R, Q, L + R] over pages [N, P, L + R] into out [R, Q, L].
 
-    `lens` i32[R] counts the keys of each row, the newest included; they are stored already.
+    `lens` i32[R] counts the keys of each row, the newest included; they are stored already. With
+    more than one piece a row results are left in the pieces: see `merge`.
     """
     rows, num_heads, _ = q.shape
     listed = pieces.splits == 0
@@ -262,22 +245,26 @@ def attend_one(
         grid, q, pages, table, lens, lens, pieces.items, out, pieces, tile, scale, heads, 1,
         listed=listed, many=False,
     )  # fmt: skip
-    if listed:
-        merge_kernel[(rows, num_heads)](
-            pieces.partial,
-            pieces.lse,
-            pieces.firsts,
-            pieces.counts,
-            pieces.lse,
-            out,
-            Q=num_heads,
-            D=out.shape[2],
-            DP=power_of_2(out.shape[2]),
-            CHUNK=LIST_CHUNK,
-            SINKS=False,
-            num_warps=4,
-            **pdl(q.device),
-        )
+
+
+def merge(pieces: Pieces, out: Tensor) -> None:
+    """What `attend_one` left in pieces, of more than one a row, into out [R, Q, L]."""
+    rows, num_heads, rank = out.shape
+    merge_kernel[(rows, num_heads)](
+        pieces.partial,
+        pieces.lse,
+        pieces.firsts,
+        pieces.counts,
+        pieces.lse,
+        out,
+        Q=num_heads,
+        D=rank,
+        DP=power_of_2(rank),
+        CHUNK=LIST_CHUNK,
+        SINKS=False,
+        num_warps=4,
+        **pdl(out.device),
+    )
 
 
 def attend_many(
@@ -328,7 +315,6 @@ def _launch(
         out,
         out if pieces is None else pieces.partial,
         out if pieces is None else pieces.lse,
-        lens if pieces is None else pieces.arrived,
         scale,
         table.stride(0),
         items.shape[1],
@@ -346,8 +332,6 @@ def _launch(
         LIST=listed,
         MANY=many,
         WIDE=pages.dtype in FP8,
-        CHUNK=MERGED,
-        HEADS=1,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl(q.device),

@@ -15,7 +15,7 @@ from octavo.kernels.triton import experts as products
 from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.grouped import can_serve, grouped
 from octavo.kernels.triton.pairs import Shared, Sorted
-from octavo.kernels.triton.routing import sort
+from octavo.kernels.triton.routing import gather, sort
 
 MANY = 1536  # tokens: from here on the library's grouped products are faster
 MOST_ROWS = 128  # of a tile
@@ -90,9 +90,9 @@ class TritonExperts:
         return found
 
     def _by_library(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        count, top = self._down.shape[0], experts.shape[1]
+        count = self._down.shape[0]
         order = sort(x, experts, weights, count=count, tile_rows=MOST_ROWS, copy=False)
-        rows = x.index_select(0, order.order // top)
+        rows = gather(x, order)
         inner = functional.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=order.ends)
         inner = silu_mul(inner)
         parts = functional.grouped_mm(inner, self._down.transpose(1, 2), offs=order.ends)

@@ -225,8 +225,8 @@ def sort_kernel(
             weight = tl.load(weights_ptr + at, mask=routed, other=1.0)
             tl.store(sorted_weights_ptr + where, weight, mask=match)
             found += here
-    if COPY:
-        if mine < E:  # noqa: SIM102 - the one is known when compiled, the other is not
+    if COPY:  # noqa: SIM102 - the one is known when compiled, the other is not
+        if mine < E:
             tl.debug_barrier()
             column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
             r = tl.arange(0, ROWS)
@@ -266,7 +266,8 @@ def sort(
         ints(pairs),
         ints(pairs),
         torch.empty(pairs, dtype=torch.float32, device=device),
-        ints(count + shared),
+        # Zeros, so that the library's products find no rows if no kernel has run: `cuda_ahead.py`.
+        ints(count + shared) if copy else torch.zeros(count, dtype=torch.int32, device=device),
         ints(3 * room + 1),
         x.new_empty(tokens * top, size) if copy else None,
         tokens,
@@ -302,3 +303,49 @@ def sort(
         **pdl(device),
     )
     return found
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def gather_kernel(
+    x_ptr,  # [T, H]
+    order_ptr,  # i32[A]
+    out_ptr,  # [A, H]
+    pairs,  # A
+    x_stride,
+    PAIRS: tl.constexpr,  # of a token
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program ROWS places and COLUMNS columns."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = tl.load(order_ptr + place, mask=place < pairs, other=0)
+    inside = (place < pairs)[:, None] & (column < H)[None, :]
+    source = x_ptr + (pair // PAIRS).to(tl.int64)[:, None] * x_stride + column[None, :]
+    target = out_ptr + place.to(tl.int64)[:, None] * H + column[None, :]
+    tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
+
+
+def gather(x: Tensor, found: Sorted) -> Tensor:
+    """x [T, H] -> the tokens' rows by place [A, H]."""
+    pairs, size = found.order.shape[0], x.shape[1]
+    out = x.new_empty(pairs, size)
+    gather_kernel[(divide_up(pairs, 8), divide_up(size, COPIED))](
+        x,
+        found.order,
+        out,
+        pairs,
+        x.stride(0),
+        PAIRS=found.pairs_a_token,
+        H=size,
+        ROWS=8,
+        COLUMNS=COPIED,
+        num_warps=4,
+        **pdl(x.device),
+    )
+    return out

@@ -20,11 +20,15 @@ from octavo.attention.triton import DTYPES, EVEN, FP8, UNEVEN, device_reason
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import latent as kernels
 from octavo.kernels.triton import latent_attention as attention
+from octavo.kernels.triton import latent_expanded as expanded
 from octavo.kernels.triton.attention_decode import Pieces, list_pieces
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count
 from octavo.kernels.triton.launch import gpu_of
 
 MAX_RANK, MAX_TURNED = 512, 128  # what tiles are made for
+# Tokens, more than a captured step has, from which keys and values are made for a step's prompts,
+# if their rows have no more than so many keys a token.
+EXPANDED_FROM, MOST_KEYS = 1025, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,15 @@ class LatentPlan:
     decodes: int
     pieces: Pieces | None
     queries: Queries | None
+    expanded: Expanded | None = None  # if the queries' rows are served so
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """What the host knows of rows whose keys and values are made of the latents."""
+
+    keys: int  # of all rows
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +138,10 @@ class LatentTritonAttention:
         """
         decodes = batch.num_decodes
         pieces = self._pieces(batch, form) if decodes else None
-        queries = self._queries(batch) if decodes < batch.num_rows else None
-        return LatentPlan(decodes, pieces, queries)
+        if decodes == batch.num_rows:
+            return LatentPlan(decodes, pieces, None)
+        expanded = self._expanded(batch)
+        return LatentPlan(decodes, pieces, self._queries(batch, expanded is not None), expanded)
 
     def forward(
         self,
@@ -160,6 +175,7 @@ class LatentTritonAttention:
     ) -> Tensor:
         """See `FusedLatent`."""
         pages = batch.kv.keys[layer].squeeze(2)
+        plan = _planned(batch)
         q = kernels.prepare(
             heads,
             latent,
@@ -170,17 +186,39 @@ class LatentTritonAttention:
             positions=batch.positions,
             slot_map=batch.slot_map,
             cos_sin=rules.cos_sin,
+            absorbed=None if plan.expanded is None else plan.decodes,
         )
-        plan = _planned(batch)
         sums = self._attend(q, pages, need, batch, plan)
         values = rules.factors.values
-        out: Tensor = q.new_empty(q.shape[0], q.shape[1] * values.shape[2])
+        out: Tensor = q.new_empty(heads.shape[0], q.shape[1] * values.shape[2])
         rows = 0  # whose sums are left in pieces
         if plan.pieces is not None and plan.pieces.splits != 1:
             rows = plan.decodes
             kernels.project_pieces(plan.pieces, values, out[:rows])
-        kernels.project(sums[rows:], values, out[rows:])
+        kernels.project(sums[rows:], values, out[rows : len(sums)])
+        if plan.expanded is not None:
+            self._attend_expanded(heads, pages, rules, need, plan, out)
         return out
+
+    def _attend_expanded(
+        self,
+        heads: Tensor,
+        pages: Tensor,
+        rules: LatentRules,
+        need: AttentionNeed,
+        plan: LatentPlan,
+        out: Tensor,
+    ) -> None:
+        """Rows of many queries, into out [T, Q * V], by keys and values of their own."""
+        queries, known, factors = plan.queries, plan.expanded, rules.factors
+        assert queries is not None
+        assert known is not None
+        latents, rests, starts = expanded.gather(
+            pages, queries, known.keys, known.longest, need.latent, heads.dtype
+        )
+        k = torch.matmul(latents, factors.keys.transpose(1, 2))
+        v = torch.matmul(latents, factors.values)
+        expanded.attend(heads, k, v, rests, starts, rules.cos_sin, queries, need.scale, out)
 
     def _attend(
         self,
@@ -204,7 +242,7 @@ class LatentTritonAttention:
                 need.scale,
                 out[:rows],
             )
-        if plan.queries is not None:
+        if plan.queries is not None and plan.expanded is None:
             attention.attend_many(q, pages, plan.queries, self._cut().many, need.scale, out)
         return out
 
@@ -232,11 +270,24 @@ class LatentTritonAttention:
         # Nobody counts arrivals: all pieces are merged by a launch of its own.
         return Pieces(splits, items, firsts, counts, room.partial, room.lse, counts)
 
-    def _queries(self, batch: ForwardBatch) -> Queries:
+    def _expanded(self, batch: ForwardBatch) -> Expanded | None:
+        """Whether the rows that are no decodes have so many queries that keys should be made."""
+        lens, first = batch.kv_lens_host, batch.num_decodes
+        tokens = batch.num_tokens - first
+        if lens is None or tokens < EXPANDED_FROM or self._needed().dtype.itemsize != 2:
+            return None
+        lens = lens[first : batch.num_rows]
+        keys = int(lens.sum())
+        if keys > MOST_KEYS * tokens:  # a long history is read as it is, or memory might not do
+            return None
+        return Expanded(keys, int(lens.max()))
+
+    def _queries(self, batch: ForwardBatch, is_expanded: bool) -> Queries:
         """The tiles of the rows that are no decodes."""
         first = batch.num_decodes
-        need, cut = self._needed(), self._cut()
-        tokens = attention.tokens_of_tile(need.num_heads, cut.many.rows)
+        tokens = expanded.ROWS
+        if not is_expanded:
+            tokens = attention.tokens_of_tile(self._needed().num_heads, self._cut().many.rows)
         count = tile_count(batch.num_tokens - first, batch.num_rows - first, tokens, 1)
         tiles = torch.empty(2, count, dtype=torch.int32, device=batch.q_indptr.device)
         queries = Queries(

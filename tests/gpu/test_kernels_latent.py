@@ -14,7 +14,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton import latent, latent_attention
+from octavo.kernels.triton import latent, latent_attention, latent_expanded
 from octavo.kernels.triton.attention_decode import Pieces, list_pieces
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count
 from octavo.kernels.triton.latent_attention import LatentTile
@@ -240,3 +240,52 @@ def test_rows_of_many_queries(
             seen = lens[row] - count + index + 1
             exact.append(attended(q[at], pages, table[row], seen, one.rank))
     assert distance(out, torch.stack(exact)) < bound_of(device, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "cache"), [pair for pair in TYPES if pair[0] != torch.float32])
+def test_expanded_rows(
+    device: torch.device, seed: int, dtype: torch.dtype, cache: torch.dtype
+) -> None:
+    """Long rows by keys and values of their own: prompts, and chunks after a history."""
+    skip_narrow(device, dtype)
+    one = sizes_of(device, seed)
+    source = random.Random(seed)
+    queries = [source.randint(1, 300 if device.type == "cuda" else 20) for _ in range(4)]
+    lens = [count + source.choice([0, 0, 1, 70]) for count in queries]
+    pages, table, length = random_rows(device, one, cache, lens)
+    total, keys = sum(queries), sum(lens)
+    indptr = torch.tensor([0, *queries], device=device).cumsum(0).int()
+    plain, rank, turned = one.plain, one.rank, one.turned
+    heads = torch.randn(total, one.heads * (plain + turned) + 8, device=device).to(dtype)
+    factor = (torch.randn(one.heads, plain, rank, device=device) / rank**0.5).to(dtype)
+    values = (torch.randn(one.heads, rank, one.value, device=device) / rank**0.5).to(dtype)
+    cos_sin = torch.randn(max(lens), turned, device=device)
+    tiles = torch.empty(
+        2, tile_count(total, 4, latent_expanded.ROWS, 1), dtype=torch.int32, device=device
+    )
+    rows = Queries(indptr, length, table, tiles)
+    list_tiles(rows, tile_rows=latent_expanded.ROWS, group=1)
+    poison_allocator(device)
+    latents, rests, starts = latent_expanded.gather(pages, rows, keys, max(lens), rank, dtype)
+    cells = [
+        pages[table[row].long()].flatten(0, 1)[:count].float() for row, count in enumerate(lens)
+    ]
+    assert torch.equal(torch.cat((latents, rests), dim=1).float(), torch.cat(cells))
+    assert starts.tolist() == [sum(lens[:row]) for row in range(4)]
+    k = torch.matmul(latents, factor.transpose(1, 2))
+    v = torch.matmul(latents, values)
+    out = poison(torch.empty(total, one.heads * one.value, device=device, dtype=dtype))
+    latent_expanded.attend(heads, k, v, rests, starts, cos_sin, rows, 0.2, out)
+    exact = []
+    for row, count in enumerate(queries):
+        own = slice(sum(queries[:row]), sum(queries[: row + 1]))
+        q = heads[own, :-8].float().view(count, one.heads, -1)
+        at = torch.arange(lens[row] - count, lens[row], device=device)
+        turning, _ = reference.rope(q[..., plain:], q[..., plain:], at, cos_sin)
+        absorbed = torch.einsum("tqc,qcl->tql", q[..., :plain], factor.float())
+        whole = torch.cat((absorbed, turning), dim=2)
+        for index in range(count):
+            seen = lens[row] - count + index + 1
+            exact.append(attended(whole[index], pages, table[row], seen, rank))
+    projected = torch.einsum("tql,qlv->tqv", torch.stack(exact), values.float()).flatten(1)
+    assert distance(out, projected) < bound_of(device, dtype)

@@ -92,7 +92,7 @@ def _absorb(
         tl.store(target + L + R // 2 + pair[None, :], other, mask=in_pairs)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize=["tokens", "queries"], do_not_specialize_on_alignment=["slots_ptr"])
 def prepare_kernel(
     heads_ptr,  # [T, Q * (C + R)]
     latent_ptr,  # [T, L + R]
@@ -104,6 +104,7 @@ def prepare_kernel(
     q_ptr,  # [T, Q, L + R]
     pages_ptr,  # [N * P, L + R]
     tokens,
+    queries,  # the first tokens, whose queries are made
     eps,
     heads_stride,
     latent_stride,
@@ -135,7 +136,7 @@ def prepare_kernel(
         other = program - storing
         _absorb(
             heads_ptr, factor_ptr, positions_ptr, table_ptr, q_ptr, other // PARTS % Q,
-            other % PARTS, other // PARTS // Q * BT, tokens, heads_stride,
+            other % PARTS, other // PARTS // Q * BT, queries, heads_stride,
             Q, C, CP, L, R, RP, BT, BL,
         )  # fmt: skip
 
@@ -151,24 +152,27 @@ def prepare(
     positions: Tensor,
     slot_map: Tensor,
     cos_sin: Tensor,
+    absorbed: int | None = None,
 ) -> Tensor:
     """Heads [T, Q * (C + R)], latent [T, L + R], factor [Q, C, L] -> queries [T, Q, L + R].
 
     Rows of `heads` and `latent` may be parts of longer ones. The latents, normalized by `norm` [L],
-    and their keys' rotated parts go to `pages` [N, P, L + R].
+    and their keys' rotated parts go to `pages` [N, P, L + R]. Of the queries only the first
+    `absorbed` are made, [absorbed, Q, L + R]; None is all.
     """
     tokens = heads.shape[0]
     num_heads, plain, rank = factor.shape
     size = pages.shape[-1]
-    q = heads.new_empty(tokens, num_heads, size)
+    queries = tokens if absorbed is None else absorbed
+    q = heads.new_empty(queries, num_heads, size)
     if tokens == 0:
         return q
     wide = heads.dtype.itemsize == 4
-    block = 16 if tokens <= 128 or wide else 64
+    block = 16 if queries <= 128 or wide else 64
     columns = min(64 if wide else 128, power_of_2(rank))
     storing = 1 if tokens <= 64 else 4
     grid = divide_up(tokens, storing)
-    grid += divide_up(tokens, block) * num_heads * divide_up(rank, columns)
+    grid += divide_up(queries, block) * num_heads * divide_up(rank, columns)
     prepare_kernel[(grid,)](
         heads,
         latent,
@@ -180,6 +184,7 @@ def prepare(
         q,
         pages,
         tokens,
+        queries,
         eps,
         heads.stride(0),
         latent.stride(0),

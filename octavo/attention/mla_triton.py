@@ -191,11 +191,13 @@ class LatentTritonAttention:
         sums = self._attend(q, pages, need, batch, plan)
         values = rules.factors.values
         out: Tensor = q.new_empty(heads.shape[0], q.shape[1] * values.shape[2])
-        rows = 0  # whose sums are left in pieces
-        if plan.pieces is not None and plan.pieces.splits != 1:
-            rows = plan.decodes
-            kernels.project_pieces(plan.pieces, values, out[:rows])
-        kernels.project(sums[rows:], values, out[rows : len(sums)])
+        done = 0  # rows
+        if plan.pieces is not None and plan.pieces.splits > 1:
+            done = plan.decodes
+            kernels.project_splits(plan.pieces, values, out[:done])
+        elif plan.pieces is not None and plan.pieces.splits == 0:
+            attention.merge(plan.pieces, sums[: plan.decodes])
+        kernels.project(sums[done:], values, out[done : len(sums)])
         if plan.expanded is not None:
             self._attend_expanded(heads, pages, rules, need, plan, out)
         return out

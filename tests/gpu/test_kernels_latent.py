@@ -80,9 +80,11 @@ def test_prepare(
     norm = torch.rand(rank, device=device).to(dtype)
     table = torch.randn(50, turned, device=device)
     positions = torch.randint(0, 50, (tokens,), device=device, dtype=torch.int32)
-    count = tokens // one.page + 2
-    slots = torch.randperm(count * one.page, device=device)[:tokens].int()
-    slots[tokens // 2] = -1
+    count = tokens // one.page + 3
+    places = random.Random(seed).randrange(one.page) + torch.arange(tokens, device=device)
+    blocks = torch.randperm(count, device=device)
+    slots = (blocks[places // one.page] * one.page + places % one.page).int()
+    slots[: tokens // 3] = -1
     pages = torch.randn(count, one.page, rank + turned, device=device).to(cache)
     before = pages.clone()
     poison_allocator(device)
@@ -106,12 +108,26 @@ def test_prepare(
     expected = before.float().flatten(0, 1)
     kept = slots >= 0
     expected[slots[kept].long()] = new[kept]
+    cleared = cells_cleared(slots.tolist(), one.page)
+    expected[cleared] = 0.0
     written = pages.float().flatten(0, 1)
     # One step of the cache's own rounding, where a number lies on an edge.
     assert distance(written, expected) < max(bound(device, dtype, cache), 1e-2)
     untouched = torch.ones(len(written), dtype=torch.bool, device=device)
     untouched[slots[kept].long()] = False
+    untouched[cleared] = False
     assert torch.equal(written[untouched], before.float().flatten(0, 1)[untouched])
+
+
+def cells_cleared(slots: list[int], page: int) -> list[int]:
+    """Those after a page's last token of a step, if the step began the page or wrote several."""
+    found = []
+    for index, slot in enumerate(slots):
+        is_last = index + 1 == len(slots) or slots[index + 1] != slot + 1
+        several = index > 0 and slots[index - 1] == slot - 1
+        if slot >= 0 and is_last and (several or slot % page == 0):
+            found += range(slot + 1, (slot // page + 1) * page)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -132,13 +148,17 @@ def test_project(device: torch.device, seed: int, dtype: torch.dtype, tokens: in
 def random_rows(
     device: torch.device, one: Sizes, cache: torch.dtype, lens: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages with NaN in every cell that no row has, a table, and lengths."""
+    """Pages with NaN where no row has any, and a table and lengths.
+
+    Cells after a row's last one in its page are finite, as whoever begins a page leaves them.
+    """
     widths = [-(-length // one.page) for length in lens]
     order = torch.randperm(sum(widths) + 2)
     pages = torch.full((len(order), one.page, one.rank + one.turned), torch.nan)
     table = torch.zeros(len(lens), max(widths) + 1, dtype=torch.int32)
     for row, length in enumerate(lens):
         own = order[sum(widths[:row]) : sum(widths[: row + 1])]
+        pages[own] = 3.0
         table[row, : widths[row]] = own.int()
         cells = torch.arange(length)
         values = torch.randn(length, one.rank + one.turned)
@@ -163,7 +183,7 @@ def tile_for(one: Sizes, dtype: torch.dtype) -> LatentTile:
 
 
 @types
-@pytest.mark.parametrize("splits", [1, 3, 0])
+@pytest.mark.parametrize("splits", [1, 4, 0])
 def test_rows_of_one_query(
     device: torch.device, seed: int, dtype: torch.dtype, cache: torch.dtype, splits: int
 ) -> None:
@@ -199,12 +219,13 @@ def test_rows_of_one_query(
     factor = (torch.randn(one.heads, one.rank, one.value, device=device) / one.rank**0.5).to(dtype)
     values = poison(torch.empty(rows, one.heads * one.value, device=device, dtype=dtype))
     projected = torch.einsum("tql,qlv->tqv", exact, factor.float()).flatten(1)
-    if splits != 1:
-        latent.project_pieces(pieces, factor, values)
+    if splits > 1:
+        latent.project_splits(pieces, factor, values)
         assert distance(values, projected) < bound_of(device, dtype)
         few = poison(torch.empty_like(values[:3]))
-        latent.project_pieces(pieces, factor, few)
+        latent.project_splits(pieces, factor, few)
         assert distance(few, projected[:3]) < bound_of(device, dtype)
+    if splits != 1:
         latent_attention.merge(pieces, out)
     assert distance(out, exact) < bound_of(device, dtype)
 

@@ -1,7 +1,8 @@
 """What multi-head latent attention does beside attending: projections of heads, positions, store.
 
 `prepare` takes a layer's projections as they come, in one launch: it multiplies queries by the
-keys' factor, rotates what is to be rotated, normalizes the latents and stores them. `project` takes
+keys' factor, rotates what is to be rotated, normalizes the latents and stores them. Whoever begins
+a page clears its later cells, since attention reads whole blocks (`rotary.py`). `project` takes
 sums of latents to values. Pages lie as [N, P, L + R]: the latent of a token, then the rotated part
 of its key (`layers/latent.py`). Not for: attending (`latent_attention.py`).
 Next file: `latent_attention.py`.
@@ -17,8 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.kernels.triton.attention_decode import Pieces
 from octavo.kernels.triton.attention_math import LOWEST
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
-
-FEW = 16  # rows whose pieces are merged one by one
+from octavo.kernels.triton.rotary import clear_after
 
 
 @triton.jit
@@ -33,35 +33,37 @@ def _rotated(source, inside, table_row, pair, R: tl.constexpr):
 
 
 @triton.jit
-def _store_latents(
-    latent_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, pages_ptr, first, tokens, eps,
+def _store_latent(
+    latent_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, pages_ptr, token, tokens, eps,
     latent_stride, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    BS: tl.constexpr,
+    P: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Latents of BS tokens, normalized, and their keys' rest, rotated, into the pages."""
-    token = first + tl.arange(0, BS)
-    inside = token < tokens
-    slot = tl.load(slots_ptr + token, mask=inside, other=-1)
-    inside = inside & (slot >= 0)
-    column = tl.arange(0, LP)
-    pair = tl.arange(0, RP)
-    in_latent = inside[:, None] & (column < L)[None, :]
-    in_pairs = inside[:, None] & (pair < R // 2)[None, :]
-    row = latent_ptr + token.to(tl.int64)[:, None] * latent_stride
-    vector = tl.load(row + column[None, :], mask=in_latent, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(vector * vector, 1) / L + eps)
-    weight = tl.load(norm_ptr + column, mask=column < L, other=0.0).to(tl.float32)
-    dtype = latent_ptr.dtype.element_ty
-    element = pages_ptr.dtype.element_ty
-    # Rounded as the separate norm rounds it, so that all paths agree.
-    vector = (vector * scale[:, None] * weight[None, :]).to(dtype)
-    target = pages_ptr + slot.to(tl.int64)[:, None] * (L + R)
-    tl.store(target + column[None, :], vector.to(element), mask=in_latent)
-    position = tl.load(positions_ptr + token, mask=inside, other=0)
-    table_row = table_ptr + position.to(tl.int64)[:, None] * R
-    one, other = _rotated(row + L, inside, table_row, pair, R)
-    tl.store(target + L + pair[None, :], one.to(dtype).to(element), mask=in_pairs)
-    tl.store(target + L + R // 2 + pair[None, :], other.to(dtype).to(element), mask=in_pairs)
+    """A token's latent, normalized, and its key's rest, rotated, into the pages."""
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        column = tl.arange(0, LP)
+        pair = tl.arange(0, RP)
+        in_pairs = pair < R // 2
+        row = latent_ptr + token.to(tl.int64) * latent_stride
+        vector = tl.load(row + column, mask=column < L, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(vector * vector, 0) / L + eps)
+        weight = tl.load(norm_ptr + column, mask=column < L, other=0.0).to(tl.float32)
+        dtype = latent_ptr.dtype.element_ty
+        element = pages_ptr.dtype.element_ty
+        # Rounded as the separate norm rounds it, so that all paths agree.
+        vector = (vector * scale * weight).to(dtype)
+        target = pages_ptr + slot.to(tl.int64) * (L + R)
+        tl.store(target + column, vector.to(element), mask=column < L)
+        table_row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * R
+        first = tl.load(row + L + pair, mask=in_pairs, other=0.0).to(tl.float32)
+        second = tl.load(row + L + R // 2 + pair, mask=in_pairs, other=0.0).to(tl.float32)
+        cos = tl.load(table_row + pair, mask=in_pairs, other=0.0)
+        sin = tl.load(table_row + R // 2 + pair, mask=in_pairs, other=0.0)
+        one, other = first * cos - second * sin, second * cos + first * sin
+        tl.store(target + L + pair, one.to(dtype).to(element), mask=in_pairs)
+        tl.store(target + L + R // 2 + pair, other.to(dtype).to(element), mask=in_pairs)
+        at = slot.to(tl.int64) * (L + R)
+        clear_after(pages_ptr, slots_ptr, token, slot, tokens, at, P, L + R, 8, CELLS)
 
 
 @triton.jit
@@ -117,23 +119,23 @@ def prepare_kernel(
     RP: tl.constexpr,  # R / 2 rounded up to a power of 2
     BT: tl.constexpr,
     BL: tl.constexpr,
-    BS: tl.constexpr,  # tokens of a program that stores
+    P: tl.constexpr,
+    CELLS: tl.constexpr,  # L + R rounded up to a power of 2
     PDL: tl.constexpr,
 ):
-    """First programs that store BS tokens; then one a head, BL of its latents, and BT tokens."""
+    """First a program each token, which stores; then one a head, BL latents, and BT tokens."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     PARTS: tl.constexpr = (L + BL - 1) // BL
     program = tl.program_id(0)
-    storing = tl.cdiv(tokens, BS)
-    if program < storing:
-        _store_latents(
-            latent_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, pages_ptr, program * BS,
-            tokens, eps, latent_stride, L, LP, R, RP, BS,
+    if program < tokens:
+        _store_latent(
+            latent_ptr, norm_ptr, positions_ptr, slots_ptr, table_ptr, pages_ptr, program,
+            tokens, eps, latent_stride, L, LP, R, RP, P, CELLS,
         )  # fmt: skip
     else:
-        other = program - storing
+        other = program - tokens
         _absorb(
             heads_ptr, factor_ptr, positions_ptr, table_ptr, q_ptr, other // PARTS % Q,
             other % PARTS, other // PARTS // Q * BT, queries, heads_stride,
@@ -170,9 +172,7 @@ def prepare(
     wide = heads.dtype.itemsize == 4
     block = 16 if queries <= 128 or wide else 64
     columns = min(64 if wide else 128, power_of_2(rank))
-    storing = 1 if tokens <= 64 else 4
-    grid = divide_up(tokens, storing)
-    grid += divide_up(queries, block) * num_heads * divide_up(rank, columns)
+    grid = tokens + divide_up(queries, block) * num_heads * divide_up(rank, columns)
     prepare_kernel[(grid,)](
         heads,
         latent,
@@ -197,7 +197,8 @@ def prepare(
         LP=power_of_2(rank),
         BT=block,
         BL=columns,
-        BS=storing,
+        P=pages.shape[1],
+        CELLS=power_of_2(size),
         num_warps=4,
         **pdl(heads.device),
     )
@@ -266,11 +267,13 @@ def project(latents: Tensor, factor: Tensor, out: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def store_kernel(
     x_ptr,  # [T, D]
     slots_ptr,  # i32[T], below 0: not stored
     pages_ptr,  # [N * P, D]
+    tokens,
+    P: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
     PDL: tl.constexpr,
@@ -286,6 +289,8 @@ def store_kernel(
         x = tl.load(x_ptr + token * D + column, mask=column < D)
         at = pages_ptr + slot.to(tl.int64) * D + column
         tl.store(at, x.to(pages_ptr.dtype.element_ty), mask=column < D)
+        cell = slot.to(tl.int64) * D
+        clear_after(pages_ptr, slots_ptr, token.to(tl.int32), slot, tokens, cell, P, D, 8, DP)
 
 
 def store(x: Tensor, pages: Tensor, slot_map: Tensor) -> None:
@@ -294,128 +299,87 @@ def store(x: Tensor, pages: Tensor, slot_map: Tensor) -> None:
     tokens, size = x.shape
     if tokens:
         store_kernel[(tokens,)](
-            x, slot_map, pages, D=size, DP=power_of_2(size), num_warps=1, **pdl(x.device)
+            x,
+            slot_map,
+            pages,
+            tokens,
+            P=pages.shape[1],
+            D=size,
+            DP=power_of_2(size),
+            num_warps=1,
+            **pdl(x.device),
         )
 
 
-@triton.jit(do_not_specialize=["rows"])
-def project_pieces_kernel(
-    partial_ptr,  # f32 [W, Q, L]
-    lse_ptr,  # f32 [W, Q]
-    firsts_ptr,  # i32[R]
-    counts_ptr,
+@triton.jit(do_not_specialize=["pieces"])
+def project_splits_kernel(
+    partial_ptr,  # f32 [R * S, Q, L]
+    lse_ptr,  # f32 [R * S, Q]
     factor_ptr,  # [Q, L, V]
     out_ptr,  # [R, Q, V]
-    rows,
+    pieces,  # R * S
     Q: tl.constexpr,
     L: tl.constexpr,
-    LP: tl.constexpr,
     V: tl.constexpr,
-    BT: tl.constexpr,
+    S: tl.constexpr,
+    BT: tl.constexpr,  # pieces of a program: those of BT / S rows
     BV: tl.constexpr,
+    BK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a head, BV of its values, and BT rows; the factor is read before the wait."""
+    """One program a head, BV of its values, and BT pieces, which are multiplied and then merged."""
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
-    row = tl.program_id(2) * BT + tl.arange(0, BT)
-    inside = row < rows
-    k = tl.arange(0, LP)
+    piece = tl.program_id(2) * BT + tl.arange(0, BT)
+    there = piece < pieces
+    slot = piece.to(tl.int64) * Q + head
+    k = tl.arange(0, BK)
+    source = partial_ptr + slot[:, None] * L + k[None, :]
     at = factor_ptr + head * L * V + k[:, None] * V + column[None, :]
-    factor = tl.load(at, mask=(k < L)[:, None] & (column < V)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
-    first = tl.load(firsts_ptr + row, mask=inside, other=0)
-    count = tl.load(counts_ptr + row, mask=inside, other=0)
-    best = tl.full([BT], LOWEST, tl.float32)
-    total = tl.zeros([BT], tl.float32)
-    x = tl.zeros([BT, LP], tl.float32)
-    for piece in range(tl.max(count, 0)):
-        there = piece < count
-        slot = (first + piece).to(tl.int64) * Q + head
-        lse = tl.load(lse_ptr + slot, mask=there, other=LOWEST)
-        mask = (there & (lse > LOWEST))[:, None] & (k < L)[None, :]
-        part = tl.load(partial_ptr + slot[:, None] * L + k[None, :], mask=mask, other=0.0)
-        new_best = tl.maximum(best, lse)
-        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
-        shrink = tl.exp2(best - new_best)
-        x = x * shrink[:, None] + part * weight[:, None]
-        total = total * shrink + weight
-        best = new_best
-    x = x / tl.maximum(total, 1e-30)[:, None]
-    found = tl.dot(x.to(factor.dtype), factor, input_precision="ieee")
+    lse = tl.load(lse_ptr + slot, mask=there, other=LOWEST)
+    acc = tl.zeros([BT, BV], tl.float32)
+    for start in range(0, L, BK):
+        left = start + k < L
+        x = tl.load(source + start, mask=there[:, None] & left[None, :], other=0.0)
+        factor = tl.load(at + start * V, mask=left[:, None] & (column < V)[None, :], other=0.0)
+        acc = tl.dot(x.to(factor.dtype), factor, acc, input_precision="ieee")
+    ROWS: tl.constexpr = BT // S
+    lse = tl.reshape(lse, [ROWS, S])
+    weight = tl.where(lse > LOWEST, tl.exp2(lse - tl.max(lse, 1)[:, None]), 0.0)
+    weight = weight / tl.maximum(tl.sum(weight, 1), 1e-30)[:, None]
+    found = tl.sum(tl.reshape(acc, [ROWS, S, BV]) * weight[:, :, None], 1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     target = out_ptr + (row.to(tl.int64)[:, None] * Q + head) * V + column[None, :]
-    tl.store(target, found, mask=inside[:, None] & (column < V)[None, :])
+    tl.store(target, found, mask=(row * S < pieces)[:, None] & (column < V)[None, :])
 
 
-@triton.jit
-def project_row_kernel(
-    partial_ptr,  # f32 [W, Q, L]
-    lse_ptr,  # f32 [W, Q]
-    firsts_ptr,  # i32[R]
-    counts_ptr,
-    factor_ptr,  # [Q, L, V]
-    out_ptr,  # [R, Q, V]
-    Q: tl.constexpr,
-    L: tl.constexpr,
-    LP: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    CHUNK: tl.constexpr,  # pieces on their way together
-    PDL: tl.constexpr,
-):
-    """One program a head, BV of its values, and a row; the factor is read before the wait."""
-    if PDL:
-        gdc_launch_dependents()
-    head = tl.program_id(0)
-    column = tl.program_id(1) * BV + tl.arange(0, BV)
-    row = tl.program_id(2)
-    k = tl.arange(0, LP)
-    at = factor_ptr + head * L * V + k[:, None] * V + column[None, :]
-    factor = tl.load(at, mask=(k < L)[:, None] & (column < V)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
-    first = tl.load(firsts_ptr + row)
-    count = tl.load(counts_ptr + row)
-    best = LOWEST
-    total = 0.0
-    x = tl.zeros([LP], tl.float32)
-    for start in range(0, count, CHUNK):
-        piece = start + tl.arange(0, CHUNK)
-        slot = (first + piece).to(tl.int64) * Q + head
-        lse = tl.load(lse_ptr + slot, mask=piece < count, other=LOWEST)
-        there = (piece < count)[:, None] & (k < L)[None, :]
-        part = tl.load(partial_ptr + slot[:, None] * L + k[None, :], mask=there, other=0.0)
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best), 0.0)
-        shrink = tl.exp2(best - new_best)
-        x = x * shrink + tl.sum(part * weight[:, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        best = new_best
-    # Rounded as sums that are in one piece are.
-    x = (x / tl.maximum(total, 1e-30)).to(factor.dtype).to(tl.float32)
-    found = tl.sum(x[:, None] * factor.to(tl.float32), 0)
-    target = out_ptr + (row.to(tl.int64) * Q + head) * V + column
-    tl.store(target, found, mask=column < V)
-
-
-def project_pieces(pieces: Pieces, factor: Tensor, out: Tensor) -> None:
-    """Merges pieces of rows' sums of latents, times factor [Q, L, V], into out [R, Q * V].
+def project_splits(pieces: Pieces, factor: Tensor, out: Tensor) -> None:
+    """Sums of latents in even splits, a power of 2, times factor [Q, L, V], into out [R, Q * V].
 
     Every piece has been written, those without keys with a log-sum-exp of LOWEST.
     """
     num_heads, rank, size = factor.shape
-    rows = out.shape[0]
-    given = (pieces.partial, pieces.lse, pieces.firsts, pieces.counts, factor, out)
-    shape = {"Q": num_heads, "L": rank, "LP": max(16, power_of_2(rank)), "V": size}
-    if rows <= FEW:
-        columns = min(32, power_of_2(size))
-        project_row_kernel[(num_heads, divide_up(size, columns), rows)](
-            *given, **shape, BV=columns, CHUNK=16, num_warps=4, **pdl(out.device)
-        )
-    else:
-        project_pieces_kernel[(num_heads, divide_up(size, 16), divide_up(rows, 16))](
-            *given, rows, **shape, BT=16, BV=16, num_warps=4, **pdl(out.device)
-        )
+    total = out.shape[0] * pieces.splits
+    block = max(16, pieces.splits, min(64, power_of_2(total)))
+    columns = max(16, min(32, power_of_2(size)))
+    wide = factor.dtype.itemsize == 4
+    project_splits_kernel[(num_heads, divide_up(size, columns), divide_up(total, block))](
+        pieces.partial,
+        pieces.lse,
+        factor,
+        out,
+        total,
+        Q=num_heads,
+        L=rank,
+        V=size,
+        S=pieces.splits,
+        BT=block,
+        BV=columns,
+        BK=max(16, min(32 if wide else 128, power_of_2(rank))),
+        num_warps=4,
+        num_stages=3,
+        **pdl(out.device),
+    )

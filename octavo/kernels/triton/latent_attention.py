@@ -9,7 +9,7 @@ of their keys or by a list of pieces (`attention_decode.py`), and rows of many, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import triton
@@ -17,14 +17,15 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.triton.attention_decode import FP8, LIST_CHUNK, Pieces, merge_kernel
 from octavo.kernels.triton.attention_math import LOG2_E, LOWEST
 from octavo.kernels.triton.attention_varlen import Queries
-from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
+from octavo.kernels.triton.launch import divide_up, gpu_of, pdl, power_of_2
 
 SIDE = 64  # rows of a product at most: queries times heads
-MAX_SPLITS = 16
+MAX_SPLITS, FEW = 16, 8  # half as many splits from so many rows on
 UNEVEN, LONG = 1.6, 512  # as in `attention_tiles.py`
 
 
@@ -36,6 +37,7 @@ class LatentTile:
     rows: int
     warps: int
     stages: int
+    tma: bool = True  # pages are read by the bulk copy engine where it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class LatentCut:
 def latent_kernel(
     q_ptr,  # [T, Q, L + R]
     pages_ptr,  # [N, P, L + R]
+    latents_desc,  # with TMA, of the pages [N * P, L + R] in blocks [BN, L] and [BN, R]
+    rests_desc,
     table_ptr,  # i32[R, B]
     lens_ptr,  # i32[R]
     indptr_ptr,  # i32[R + 1], read if MANY
@@ -78,6 +82,7 @@ def latent_kernel(
     BN: tl.constexpr,
     LIST: tl.constexpr,
     MANY: tl.constexpr,  # rows of many queries, by tiles
+    TMA: tl.constexpr,  # a block lies in one page, whose cells after a row's last are finite
     WIDE: tl.constexpr,  # FP8 pages: arithmetic in f16
     PDL: tl.constexpr,
 ):
@@ -138,15 +143,20 @@ def latent_kernel(
     for start in range(low, high, BN):
         key = start + tl.arange(0, BN)
         seen = key < high
-        if BN <= P:
-            page = tl.load(row_table + start // P).to(tl.int64)
-            cell = page * P + start % P + tl.arange(0, BN)
+        if TMA:
+            cell = tl.load(row_table + start // P) * P + start % P
+            latent = latents_desc.load([cell, 0])
+            rest = rests_desc.load([cell, L])
         else:
-            page = tl.load(row_table + tl.minimum(key, high - 1) // P).to(tl.int64)
-            cell = page * P + key % P
-        where = pages_ptr + cell[:, None] * SIZE
-        latent = tl.load(where + c[None, :], mask=seen[:, None] & (c < L)[None, :], other=0.0)
-        rest = tl.load(where + L + r[None, :], mask=seen[:, None] & (r < R)[None, :], other=0.0)
+            if BN <= P:
+                page = tl.load(row_table + start // P).to(tl.int64)
+                place = page * P + start % P + tl.arange(0, BN)
+            else:
+                page = tl.load(row_table + tl.minimum(key, high - 1) // P).to(tl.int64)
+                place = page * P + key % P
+            where = pages_ptr + place[:, None] * SIZE
+            latent = tl.load(where + c[None, :], mask=seen[:, None] & (c < L)[None, :], other=0.0)
+            rest = tl.load(where + L + r[None, :], mask=seen[:, None] & (r < R)[None, :], other=0.0)
         latent, rest = latent.to(q.dtype), rest.to(q.dtype)
         score = tl.dot(latent, tl.trans(q), input_precision="ieee")
         score = tl.dot(rest, tl.trans(turned), score, input_precision="ieee")
@@ -191,14 +201,21 @@ def cut_of(num_heads: int, item_bytes: int, processors: int) -> LatentCut:
         tile = LatentTile(keys=16, rows=16, warps=4, stages=1)
         return LatentCut(tile, tile, divide_up(num_heads, 16), processors)
     rows = max(16, min(SIDE, power_of_2(num_heads)))
-    one = LatentTile(keys=64, rows=rows, warps=4 if rows <= 16 else 8, stages=2)
-    many = LatentTile(keys=64, rows=SIDE, warps=8, stages=2)
-    return LatentCut(one, many, divide_up(num_heads, rows), processors)
+    blocks = divide_up(num_heads, rows)
+    if item_bytes == 1:
+        # Numbers of a byte are widened on their way, which the copy engine's path does not take.
+        one = LatentTile(keys=32, rows=rows, warps=4, stages=3, tma=False)
+        many = LatentTile(keys=64, rows=SIDE, warps=8, stages=2, tma=False)
+        return LatentCut(one if rows <= 16 else replace(many, rows=rows), many, blocks, processors)
+    one = LatentTile(keys=64, rows=rows, warps=4 if rows <= 32 else 8, stages=2)
+    many = LatentTile(keys=64, rows=max(rows, SIDE // 2), warps=4 if rows <= 32 else 8, stages=2)
+    return LatentCut(one, many, blocks, processors)
 
 
 def splits_of(rows: int, cut: LatentCut) -> int:
-    """Even pieces of each row: enough that every processor has a program."""
-    return max(1, min(MAX_SPLITS, cut.processors // (rows * cut.blocks)))
+    """Even pieces of each row, a power of 2: enough that most processors have a program."""
+    most = cut.processors // (rows * cut.blocks)
+    return 1 << (max(1, min(MAX_SPLITS if rows < FEW else MAX_SPLITS // 2, most)).bit_length() - 1)
 
 
 def aim_of(rows: int, cut: LatentCut) -> int:
@@ -305,9 +322,13 @@ def _launch(
 ) -> None:
     _, num_heads, size = q.shape
     rank = out.shape[2]
+    tma = can_use_tma(pages, rank, tile)
+    cells = pages.view(-1, size)
     latent_kernel[grid](
         q,
         pages,
+        TensorDescriptor.from_tensor(cells, [tile.keys, rank]) if tma else pages,
+        TensorDescriptor.from_tensor(cells, [tile.keys, size - rank]) if tma else pages,
         table,
         lens,
         indptr,
@@ -331,8 +352,17 @@ def _launch(
         BN=tile.keys,
         LIST=listed,
         MANY=many,
+        TMA=tma,
         WIDE=pages.dtype in FP8,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl(q.device),
     )
+
+
+def can_use_tma(pages: Tensor, rank: int, tile: LatentTile) -> bool:
+    """Whether the bulk copy engine reads these pages [N, P, L + R]: a block lies in one page."""
+    _, page, size = pages.shape
+    whole = power_of_2(rank) == rank and power_of_2(size - rank) == size - rank >= 16
+    fits = page % tile.keys == 0 and pages.numel() // size < 2**31
+    return whole and fits and tile.tma and gpu_of(pages.device).pdl

@@ -39,6 +39,7 @@ from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
 
 MAX_BLOCK_SIZE = 256
+COPY_SHARE = 0.15  # of a GPU's memory, that plain copies of quantized weights may take
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = MappingProxyType(
@@ -125,6 +126,7 @@ def choose(
 ) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
+    copies = _copies_fit(spec, scheme, device)
     ops, kernel_notes = select_kernels(
         dtype,
         config.kernels,
@@ -132,6 +134,7 @@ def choose(
         threads=device.threads,
         device=device.name,
         int8=config.quantization == INT8,
+        copies=copies,
     )
     need = attention_need(
         spec,
@@ -142,9 +145,25 @@ def choose(
         cache_dtype=_cache_dtype(config, dtype),
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
-    weights = () if scheme is None else (note_of(scheme, ops, dtype),)
+    weights = [] if scheme is None else [note_of(scheme, ops, dtype)]
+    if copies:
+        size = size_text(plain_bytes(spec))
+        weights.append(f"weights: for products of many rows plain ones are kept too, {size}")
     notes = (dtype_note, *kernel_notes, *weights, *attention_notes)
     return Choices(spec, dtype, ops, attention, need, notes, scheme)
+
+
+def _copies_fit(spec: ModelSpec, scheme: Scheme | None, device: Device) -> bool:
+    """Whether weights of 4 bits are kept plain too, which more than a few rows are faster with."""
+    if scheme is None or scheme.kind != "int4" or not device.own_memory:
+        return False
+    return plain_bytes(spec) <= COPY_SHARE * device.total_memory()
+
+
+def plain_bytes(spec: ModelSpec) -> int:
+    """Bytes of a dense model's linear layers in 16 bits, without the head."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return 2 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 
 def build(

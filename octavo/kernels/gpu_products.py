@@ -23,7 +23,8 @@ def plain(x: Tensor, data: Tensor, bias: Tensor | None, out_dtype: torch.dtype |
     if out_dtype is None or out_dtype == x.dtype:
         return functional.linear(x, data, bias)
     if not x.is_cuda:
-        return functional.linear(x.to(out_dtype), data.to(out_dtype), bias)
+        wide_bias = None if bias is None else bias.to(out_dtype)
+        return functional.linear(x.to(out_dtype), data.to(out_dtype), wide_bias)
     # The sum is kept in f32 and not rounded to x's dtype on its way.
     out = torch.mm(x, data.t(), out_dtype=torch.float32)
     out = out if bias is None else out + bias

@@ -25,11 +25,12 @@ from octavo.errors import ConfigError
 from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Block, Decoder
 from octavo.models.fused import fuse
-from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.load import attention_need, build_model, load_weights, set_cache_scales
 from octavo.models.quantization import read_scheme
 from octavo.models.registry import read_spec
+from octavo.models.sparse import SparseBlock
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.scheme import Kind, Scheme
@@ -214,12 +215,26 @@ def fill(
     return load_weights(decoder, checkpoint, progress=progress, device=device.name)
 
 
+def scale_cache(decoder: Decoder, checkpoint: Checkpoint, choices: Choices) -> str:
+    """Takes the checkpoint's scales for a cache of 8-bit floats; a note, "" for other caches."""
+    if choices.need.cache_dtype.itemsize > 1:
+        return ""
+    count = set_cache_scales(decoder, checkpoint)
+    how = f"scales of {count} layers from the checkpoint" if count else "unscaled"
+    return f"kv cache: {_name(choices.need.cache_dtype)}, {how}"
+
+
 def shortened(decoder: Decoder) -> Decoder:
     """The same with one block of each kind: it launches all kernels that the whole one does."""
     short = copy(decoder)
-    kinds = {(block.attention.need, type(block.mlp)): block for block in reversed(decoder.blocks)}
+    kinds = {_kind_of(block): block for block in reversed(decoder.blocks)}
     short.blocks = tuple(kinds.values())
     return short
+
+
+def _kind_of(block: Block | SparseBlock) -> tuple[AttentionNeed, type]:
+    """What its kernels are compiled for; scales are given to them as they run."""
+    return replace(block.attention.need, key_scale=1.0, value_scale=1.0), type(block.mlp)
 
 
 def finish(decoder: Decoder, ops: Ops) -> tuple[Model, str]:

@@ -113,7 +113,7 @@ class LatentAttention:
         assert latent is not None, "the model has no latent attention"
         self._backend = build.attention
         self._latent = latent
-        self._layer = layer
+        self._layer = layer - build.first_layer
         self.need = build.need
         self.rope = rope
         queries = query_part(build, spec.num_heads, latent)

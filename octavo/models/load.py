@@ -15,7 +15,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
-from octavo.weights.loader import LoadReport, Progress, load
+from octavo.weights.loader import LoadReport, Progress, checkpoint_names, load
 
 
 def attention_need(
@@ -73,11 +73,15 @@ def load_weights(
     `progress` gets (bytes read, bytes in all). Raises CheckpointError.
     """
     family = family_of(decoder.spec.architecture)
+    elsewhere = frozenset(
+        name for stage in decoder.other_stages() for name in checkpoint_names(stage, family.names)
+    )
     return load(
         decoder,
         checkpoint,
         family.names,
         ignored=family.ignored_names(decoder.spec),
+        elsewhere=elsewhere,
         progress=progress,
         device=device,
     )

@@ -18,7 +18,7 @@ import torch
 from octavo.attention.base import AttentionBackend, AttentionNeed
 from octavo.attention.select import select as select_attention
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import WorkerConfig
+from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
@@ -26,6 +26,7 @@ from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
 from octavo.models.decoder import Decoder
+from octavo.models.divide import check_sizes
 from octavo.models.fused import fuse
 from octavo.models.load import attention_need, build_model, load_weights
 from octavo.models.registry import read_spec
@@ -63,10 +64,14 @@ class Choices:
     notes: tuple[str, ...]
 
 
-def open_device(config: WorkerConfig) -> Device:
-    """The device that the config names. Raises ConfigError if it cannot be used."""
+def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
+    """The device that the config names. Raises ConfigError if it cannot be used.
+
+    Ranks of one machine share its cores, and take one GPU each, from the one named on.
+    """
+    place = place or Place()
     if config.device == "cpu":
-        return CpuDevice(config.threads)
+        return CpuDevice(config.threads, sharers=place.local_size)
     name, _, index = config.device.partition(":")
     if name != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(
@@ -76,13 +81,14 @@ def open_device(config: WorkerConfig) -> Device:
         )
     from octavo.device.cuda_queue import CudaQueue
 
-    return CudaQueue(int(index or "0"), cache_dir=config.cache_dir)
+    return CudaQueue(int(index or "0") + place.local_rank, cache_dir=config.cache_dir)
 
 
 def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     """The checkpoint and its spec. Raises CheckpointError and ConfigError."""
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
+    check_sizes(spec, config.parallel.tensor, config.parallel.pipeline)
     if spec.quantization:
         raise ConfigError(
             f"the checkpoint's quantization {spec.quantization!r} is not supported; use a "
@@ -97,7 +103,9 @@ def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     return checkpoint, spec
 
 
-def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
+def choose(
+    config: WorkerConfig, spec: ModelSpec, device: Device, mesh: Mesh | None = None
+) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
     ops, kernel_notes = select_kernels(
@@ -110,7 +118,7 @@ def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
     )
     need = attention_need(
         spec,
-        mesh=Mesh.single(),
+        mesh=mesh or Mesh.single(),
         device=device.name,
         block_size=_block_size(config, device),
         dtype=dtype,
@@ -121,7 +129,9 @@ def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
     return Choices(spec, dtype, ops, attention, need, notes)
 
 
-def build(config: WorkerConfig, choices: Choices, device: Device) -> Decoder:
+def build(
+    config: WorkerConfig, choices: Choices, device: Device, mesh: Mesh | None = None
+) -> Decoder:
     """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
     longest = config.max_model_len or 0
     spec = choices.spec
@@ -130,7 +140,7 @@ def build(config: WorkerConfig, choices: Choices, device: Device) -> Decoder:
     return build_model(
         spec,
         Build(
-            mesh=Mesh.single(),
+            mesh=mesh or Mesh.single(),
             device=device.name,
             dtype=choices.dtype,
             ops=choices.ops,

@@ -6,7 +6,7 @@ Next file: `models/load.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -29,10 +29,12 @@ from octavo.models.decoder import Decoder
 from octavo.models.divide import check_sizes
 from octavo.models.fused import fuse
 from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.quantization import read_scheme
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
-from octavo.quant.none import Unquantized
+from octavo.quant.scheme import Kind, Scheme
+from octavo.quant.select import methods_of, note_of
 from octavo.weights.loader import LoadReport, load_dummy
 from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
@@ -49,7 +51,11 @@ _FP8 = MappingProxyType(
 )
 Bytes = Callable[[int, int], None]  # (bytes read, bytes in all)
 
-INT8 = "int8"  # weights in 8 bits, made from those of the checkpoint
+# Made of the checkpoint's weights as they are loaded.
+INT8: Kind = "int8"
+INT4: Kind = "int4"
+FP8: Kind = "fp8"
+ONLINE: Mapping[str, Kind] = MappingProxyType({kind: kind for kind in (FP8, INT8, INT4)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Choices:
     attention: AttentionBackend
     need: AttentionNeed
     notes: tuple[str, ...]
+    scheme: Scheme | None = None  # of the weights
 
 
 def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
@@ -89,22 +96,42 @@ def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
     check_sizes(spec, config.parallel.tensor, config.parallel.pipeline)
-    if spec.quantization:
-        raise ConfigError(
-            f"the checkpoint's quantization {spec.quantization!r} is not supported; use a "
-            "checkpoint with weights in bfloat16, float16 or float32, or a GGUF file",
-            "quantization",
-        )
-    if config.quantization not in (None, INT8):
-        raise ConfigError(
-            f"quantization {config.quantization!r} is not known; use {INT8}, or leave it out",
-            "quantization",
-        )
     return checkpoint, spec
 
 
+def scheme_of(config: WorkerConfig, checkpoint: Checkpoint) -> Scheme | None:
+    """How the model's weights are quantized, by the checkpoint or by the option.
+
+    Raises ConfigError if the two contradict each other.
+    """
+    found = read_scheme({**checkpoint.config, **dict(config.hf_overrides)})
+    asked = config.quantization
+    if asked is None or (found is not None and asked == found.form):
+        return found
+    if asked not in ONLINE:
+        has = f"is {found.form}" if found else "has plain weights"
+        raise ConfigError(
+            f"quantization is {asked!r}, but the checkpoint {has}; leave it out, or use "
+            f"{', '.join(ONLINE)}",
+            "quantization",
+        )
+    if found is None:
+        return None if asked == INT8 else Scheme("online", ONLINE[asked])
+    if asked == FP8 or (asked == INT4 and found.kind != "int4"):
+        raise ConfigError(
+            f"quantization is {asked!r}, but the checkpoint is quantized already ({found}); "
+            "leave it out",
+            "quantization",
+        )
+    return found
+
+
 def choose(
-    config: WorkerConfig, spec: ModelSpec, device: Device, mesh: Mesh | None = None
+    config: WorkerConfig,
+    spec: ModelSpec,
+    device: Device,
+    scheme: Scheme | None = None,
+    mesh: Mesh | None = None,
 ) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
@@ -125,18 +152,24 @@ def choose(
         cache_dtype=_cache_dtype(config, dtype),
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
-    notes = (dtype_note, *kernel_notes, *attention_notes)
-    return Choices(spec, dtype, ops, attention, need, notes)
+    weights = () if scheme is None else (note_of(scheme, ops, dtype),)
+    notes = (dtype_note, *kernel_notes, *weights, *attention_notes)
+    return Choices(spec, dtype, ops, attention, need, notes, scheme)
 
 
 def build(
-    config: WorkerConfig, choices: Choices, device: Device, mesh: Mesh | None = None
+    config: WorkerConfig,
+    choices: Choices,
+    device: Device,
+    checkpoint: Checkpoint,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
     longest = config.max_model_len or 0
     spec = choices.spec
     if 0 < longest < spec.max_model_len:
         spec = replace(spec, max_model_len=longest)
+    methods = methods_of(choices.scheme, choices.ops, choices.dtype, checkpoint.tensors.keys())
     return build_model(
         spec,
         Build(
@@ -144,17 +177,18 @@ def build(
             device=device.name,
             dtype=choices.dtype,
             ops=choices.ops,
-            quant=Unquantized(choices.ops, choices.dtype),
+            quant=methods.plain,
             attention=choices.attention,
             need=choices.need,
         ),
+        methods,
     )
 
 
 def check_room(decoder: Decoder, free_bytes: int) -> None:
     """Refuses a model whose weights alone are more than the memory left. Raises ConfigError."""
     needed = sum(
-        prod(param.shape) * param.dtype.itemsize
+        prod(param.shape) * param.dtype.itemsize if param.kept_bytes is None else param.kept_bytes
         for _, layer in decoder.named_layers()
         for param in layer.param_specs().values()
     )

@@ -15,7 +15,16 @@ from octavo.device.base import Device
 from octavo.errors import ConfigError
 from octavo.grammar.matcher import Grammars
 from octavo.parallel.world import World, join
-from octavo.types import SAMPLE, Admit, StepPlan, StepResult, TokenParams, WorkerInfo, pack
+from octavo.types import (
+    PREPARE,
+    SAMPLE,
+    Admit,
+    StepPlan,
+    StepResult,
+    TokenParams,
+    WorkerInfo,
+    pack,
+)
 from octavo.weights.loader import LoadReport
 from octavo.worker.assemble import (
     Choices,
@@ -26,6 +35,7 @@ from octavo.worker.assemble import (
     finish,
     open_device,
     open_model,
+    scheme_of,
     shortened,
 )
 from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
@@ -72,14 +82,15 @@ class Worker:
                 self.world = join(self._place, device.name)
         mesh = self.world.mesh
         with self._phase("kernels"):
-            choices = choose(config, spec, device, mesh)
+            scheme = scheme_of(config, checkpoint)
+            choices = choose(config, spec, device, scheme, mesh)
             # What cannot fit now will not fit after loading: say so before that takes its time.
             plan_cache(self._cache_request(choices, free_at_start))
         if config.vocabulary is not None and mesh.samples:
             size, threads = choices.spec.vocab_size, min(8, device.threads)
             self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
-            decoder = build(config, choices, device, mesh)
+            decoder = build(config, choices, device, checkpoint, mesh)
             check_room(decoder, device.free_memory())
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
@@ -131,7 +142,15 @@ class Worker:
         self._device.trim()
 
     def control(self, op: str, **args: str) -> dict[str, str]:
-        """`memory` gives the device's free and total bytes. Raises ConfigError for other names."""
+        """`memory` gives the device's free and total bytes.
+
+        `grammar` begins to compile a `text`, and says if it is `ready` after at most `seconds`.
+        Raises ConfigError for other names.
+        """
+        if op == PREPARE:
+            grammars, seconds = self._grammars, float(args["seconds"])
+            done = grammars is None or grammars.prepare(args["text"], seconds)
+            return {"ready": "true" if done else "false"}
         if op != "memory" or args:
             raise ConfigError(f"worker operation {op!r} with {args} is not known; use memory")
         device = self._device

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.attention.mla_sdpa import LatentSdpaAttention
+from octavo.attention.base import LatentFactors
+from octavo.attention.mla_sdpa import LatentSdpaAttention, expands
 from octavo.attention.select import select
 from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ from octavo.models.load import attention_need, build_model, load_weights
 from octavo.models.registry import read_spec
 from octavo.models.spec import MoeSpec
 from octavo.parallel.mesh import Mesh
-from tests.models.driver import Driver, Row, fill, make_build, parts_of
+from tests.models.driver import Driver, Row, fill, make_build, parts_of, start
 from tests.models.twins import CASES, make_twin, shared_twin
 
 MOE = MoeSpec(num_experts=8, top_k=3, intermediate_size=16, layers=(True,))
@@ -201,6 +202,57 @@ def test_long_prompts_cross_query_blocks_over_latents(monkeypatch: pytest.Monkey
     prompt = twin.prompt(100)
     found = driver.run(Row(list(prompt)), chunk=70)
     torch.testing.assert_close(found, twin.logits(prompt), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3-halves"])
+@pytest.mark.parametrize("always", [True, False])
+def test_keys_and_values_may_be_made_or_not(
+    case: str, always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in chunks and after a shared prefix; a head at a time where they are made."""
+    monkeypatch.setattr("octavo.attention.mla_sdpa.expands", lambda *_: always)
+    monkeypatch.setattr("octavo.attention.mla_sdpa.EXPANDED", 1)
+    twin = shared_twin(case)
+    driver = start(read_spec(twin.config), twin.state, seed=twin.seed)
+    first = Row(twin.prompt(50))
+    exact = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(driver.run(first), twin.logits(first.tokens), **exact)
+    hit = driver.share(first, first.tokens[:40] + twin.prompt(30))
+    assert hit.computed == 32
+    wanted = twin.logits(hit.tokens)[32:]
+    torch.testing.assert_close(driver.run(hit, chunk=7), wanted, **exact)
+
+
+def test_making_keys_and_values_is_chosen_by_the_work_that_it_saves() -> None:
+    factors = LatentFactors(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
+    assert expands(0, 2, factors)  # nothing is made for the cache's sake
+    assert not expands(1024, 32, factors)
+    assert expands(1024, 128, factors)
+    assert expands(30_000, 512, factors)
+    assert not expands(0, 512, LatentFactors(torch.empty(4, 9, 8), torch.empty(4, 8, 9)))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_latents_in_8_bits_answer_as_rounding_allows(block_size: int) -> None:
+    """The cache holds FP8, without NaN from unwritten cells, and the logits stay near."""
+    twin = shared_twin("deepseek-v2")
+    spec = read_spec(twin.config)
+    need = attention_need(
+        spec,
+        mesh=Mesh.single(),
+        device="cpu",
+        block_size=block_size,
+        dtype=torch.float32,
+        cache_dtype=torch.float8_e4m3fn,
+    )
+    build = replace(make_build(spec, block_size=block_size), need=need)
+    decoder = fill(build_model(spec, build), twin.state)
+    driver = Driver(decoder, build, num_blocks=400, seed=twin.seed)
+    assert driver.kv.keys[0].dtype == torch.float8_e4m3fn
+    prompt = twin.prompt(60)
+    found, exact = driver.run(Row(list(prompt)), chunk=9), twin.logits(prompt)
+    error = float((found - exact).norm() / exact.norm())
+    assert 1e-4 < error < 0.2
 
 
 YARN = {

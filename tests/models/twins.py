@@ -270,6 +270,7 @@ def make_twin(
     seed: int | None = None,
     *,
     every_expert: bool = False,
+    sizes: dict[str, Any] | None = None,
 ) -> Twin:
     """The model of a case with fresh weights; biases and norms are random too.
 
@@ -281,6 +282,7 @@ def make_twin(
     family, changes = CASES[case]
     if every_expert:
         changes = {**changes, **all_chosen(changes)}
+    changes = {**changes, **(sizes or {})}
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     config_name = f"{TEXT_CONFIGS.get(family, family)}Config"
     config = getattr(transformers, config_name)(**{**SIZES, **changes})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.forward import ForwardBatch
-from octavo.layers.attention import Attention
+from octavo.layers.attention import Attention, chosen
 from octavo.layers.build import Build
 from octavo.layers.embedding import Head, VocabEmbedding
 from octavo.layers.mlp import MLP
@@ -39,18 +39,22 @@ class Block:
         self.mlp = make_mlp(build, spec)
 
     def __call__(
-        self, change: Tensor | None, residual: Tensor, batch: ForwardBatch
+        self,
+        change: Tensor | None,
+        residual: Tensor,
+        batch: ForwardBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Takes and gives (change, residual), both [T, H]: their sum is the hidden state.
 
         The sum is left to the next norm, which adds and normalizes in one pass. The first block
-        has no change to add.
+        has no change to add. With `rows` i32[S], tokens that alone are wanted: both [S, H].
         """
         if change is None:
             normed = self.attention_norm(residual)
         else:
             normed, residual = self.attention_norm.add(change, residual)
-        change = self.attention(normed, batch)
+        change, residual = self.attention(normed, batch, rows), chosen(residual, rows)
         normed, residual = self.mlp_norm.add(change, residual)
         return self.mlp(normed), residual
 
@@ -75,15 +79,19 @@ class SandwichBlock(Block):
         self.mlp_after = hidden_norm(build, spec)
 
     def __call__(
-        self, change: Tensor | None, residual: Tensor, batch: ForwardBatch
+        self,
+        change: Tensor | None,
+        residual: Tensor,
+        batch: ForwardBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Block`."""
         if change is None:
             normed = self.attention_norm(residual)
         else:
             normed, residual = self.attention_norm.add(change, residual)
-        change = self.attention_after(self.attention(normed, batch))
-        normed, residual = self.mlp_norm.add(change, residual)
+        change = self.attention_after(self.attention(normed, batch, rows))
+        normed, residual = self.mlp_norm.add(change, chosen(residual, rows))
         return self.mlp_after(self.mlp(normed)), residual
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
@@ -192,19 +200,22 @@ class Decoder:
         for _, layer in self.named_layers():
             layer.finish()
 
-    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
         """Ids i32[T] -> final hidden states [T, H], normalized. Stores KV of all tokens.
 
+        With `rows` i32[S], tokens of which alone they are wanted: [S, H]. The last block then gives
+        nothing to other tokens after its keys and values, which nobody would read.
         A stage that is not the last sends its hidden states on, and returns them as they are.
         """
         change: Tensor | None = None
         residual = self._first(input_ids)
-        for block in self.blocks:
-            change, residual = block(change, residual, batch)
+        last = len(self.blocks) - 1
+        for index, block in enumerate(self.blocks):
+            change, residual = block(change, residual, batch, rows if index == last else None)
         if self.norm is None:
             return self._hand_on(residual if change is None else residual + change)
         if change is None:
-            return self.norm(residual)
+            return self.norm(chosen(residual, rows))
         return self.norm.add(change, residual)[0]
 
     def _first(self, input_ids: Tensor) -> Tensor:
@@ -228,5 +239,4 @@ class Decoder:
 
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """Ids i32[T] -> logits f32[S, V] of `batch.sample_rows`."""
-        hidden = self.hidden(input_ids, batch)
-        return self.logits(hidden.index_select(0, batch.sample_rows))
+        return self.logits(self.hidden(input_ids, batch, batch.sample_rows))

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.forward import ForwardBatch
 from octavo.kernels.ops import Ops
 from octavo.kernels.stack import StackBlock, StackModel
+from octavo.layers.attention import chosen
 from octavo.models.decoder import Block, Decoder
 from octavo.models.spec import ModelSpec
 
@@ -42,9 +43,12 @@ class FusedDecoder:
         """The decoder's."""
         return self._decoder.spec
 
-    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """Ids i32[T] -> final hidden states [T, H], normalized. Stores KV of all tokens."""
-        return self._stack.hidden(input_ids, batch)
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """Ids i32[T] -> final hidden states [T, H], normalized. Stores KV of all tokens.
+
+        With `rows` i32[S] those of such tokens alone.
+        """
+        return chosen(self._stack.hidden(input_ids, batch), rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `hidden` [S, H] -> f32[S, V]."""

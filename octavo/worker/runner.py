@@ -34,8 +34,8 @@ class Model(Protocol):
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """i32[T] -> logits f32[S, V] of `batch.sample_rows`; the caller may change them."""
 
-    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """i32[T] -> [T, H] after the last norm."""
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """i32[T] -> [T, H] after the last norm; with `rows` i32[S] [S, H] of such tokens alone."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> f32[n, V]."""

@@ -135,9 +135,10 @@ def load_dummy(model: FillableModel, *, seed: int = 0, device: str = "cpu") -> L
 
     Vectors called "weight" are the norms' and lie about one, so that activations keep their
     size. On the CPU the values are a stretch of one noise, so this runs at the speed of copying;
-    elsewhere they are drawn on the device, where that is as fast.
+    elsewhere they are drawn on the device, where that is as fast. On "meta" there are no values,
+    and the report says what would be allocated.
     """
-    noise = _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
+    noise = _maker(seed, device)
     param_bytes = 0
     for prefix, layer in model.named_layers():
         for name, spec in layer.param_specs().items():
@@ -150,7 +151,15 @@ def load_dummy(model: FillableModel, *, seed: int = 0, device: str = "cpu") -> L
     return LoadReport(0, 0, param_bytes, ())
 
 
-def _made_up(noise: _Noise | _DeviceNoise, name: str, spec: ParamSpec, device: str) -> Tensor:
+def _maker(seed: int, device: str) -> _Noise | _DeviceNoise | _NoNoise:
+    if device == "meta":
+        return _NoNoise()
+    return _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
+
+
+def _made_up(
+    noise: _Noise | _DeviceNoise | _NoNoise, name: str, spec: ParamSpec, device: str
+) -> Tensor:
     if spec.dummy is not None:
         return torch.full(spec.shape, spec.dummy, dtype=spec.dtype, device=device)
     return noise.stretch(name, spec)
@@ -187,6 +196,14 @@ class _Noise:
                 scaled = (self._normal * 1e6).to(torch.int64).to(dtype)
             self._by_dtype[dtype] = scaled
         return self._by_dtype[dtype]
+
+
+class _NoNoise:
+    """Sizes alone."""
+
+    def stretch(self, name: str, spec: ParamSpec) -> Tensor:
+        """A tensor of `spec` without memory."""
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 class _DeviceNoise:

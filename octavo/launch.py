@@ -29,6 +29,7 @@ from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
 from octavo.resolve import notes
 from octavo.server.app import create_app
+from octavo.server.kept import KeepLimits
 from octavo.server.keys import Key, keys_of, read_keys
 from octavo.server.run import Listen, reserve
 from octavo.server.run import serve as serve_http
@@ -345,6 +346,11 @@ def settings_of(launch: Launch) -> ServerSettings:
         reasoning_parser=args.reasoning_parser,
         max_body_bytes=args.max_body_bytes,
         keep_alive_interval=args.sse_keep_alive_interval,
+        keep=KeepLimits(
+            args.max_resume_seconds,
+            -(-args.max_held_streams // args.api_server_count),
+            -(-args.max_held_bytes // args.api_server_count),
+        ),
     )
 
 

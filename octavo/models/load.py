@@ -6,6 +6,7 @@ Not for: reading files, which is `weights/`. Next file: `decoder.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.select import Methods
-from octavo.weights.loader import LoadReport, Names, Progress, load
+from octavo.weights.loader import LoadReport, Names, Progress, checkpoint_names, load
 from octavo.weights.tensors import read_tensor
 
 # Parameters of quantized layers; all other names a family's own map has.
@@ -98,7 +99,7 @@ def set_cache_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
     """
     names = family_of(decoder.spec.architecture).names
     found = 0
-    for index, block in enumerate(decoder.blocks):
+    for index, block in zip(decoder.layers, decoder.blocks, strict=True):
         attention = block.attention
         if not isinstance(attention, Attention):
             continue
@@ -167,6 +168,15 @@ def load_weights(
         checkpoint,
         parameter_names(family.names),
         ignored=(*family.ignored_names(decoder.spec), *UNUSED),
+        elsewhere=frozenset(_of_other_stages(decoder, family.names)),
         progress=progress,
         device=device,
     )
+
+
+def _of_other_stages(decoder: Decoder, names: Names) -> Iterator[str]:
+    """What the other stages of a pipeline may read, quantized or not."""
+    for stage in decoder.other_stages():
+        for name in checkpoint_names(stage, names):
+            yield name
+            yield from (f"{name.removesuffix('.weight')}.{suffix}" for suffix in QUANTIZED)

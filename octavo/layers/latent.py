@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.attention.base import LatentAttentionBackend, LatentFactors
 from octavo.forward import ForwardBatch
+from octavo.layers.attention import chosen
 from octavo.layers.build import Build
 from octavo.layers.linear import Linear, Row, movable, require_rows
 from octavo.layers.norm import RMSNorm
@@ -117,7 +118,7 @@ class LatentAttention:
         given = build.attention
         self._given = given if isinstance(given, LatentAttentionBackend) else None
         self._latent = latent
-        self._layer = layer
+        self._layer = layer - build.first_layer
         self.need = build.need
         self.rope = rope
         queries = query_part(build, spec.num_heads, latent)
@@ -139,8 +140,8 @@ class LatentAttention:
         self.absorbed = Absorbed(build, spec.num_heads, latent)
         self.output = Row(build, spec.num_heads * latent.value_dim, spec.hidden_size)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> [T, H]; stores the latents of all T tokens."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H]; stores the latents of all T tokens. `rows` as in `Attention`."""
         latent = self._latent
         sizes = [self.input.parts[0].size, latent.rank, latent.rope_dim]
         first, vector, key = torch.split(self.input(x), sizes, dim=1)
@@ -155,13 +156,15 @@ class LatentAttention:
         stored = torch.cat((self.latent_norm(vector.contiguous()).unsqueeze(1), key), dim=2)
         factors = self.absorbed.factors
         if self._given is not None:
-            return self.output(
-                self._given.forward_latent(query, stored, factors, self._layer, self.need, batch)
+            attended = self._given.forward_latent(
+                query, stored, factors, self._layer, self.need, batch
             )
+            return self.output(chosen(attended, rows))
         attended = self._backend.forward(
             factors.absorb(query), stored, stored[..., : latent.rank], self._layer, self.need, batch
         )
-        return self.output(factors.value(attended.view(len(x), -1, latent.rank)))
+        attended = chosen(attended, rows)
+        return self.output(factors.value(attended.view(len(attended), -1, latent.rank)))
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

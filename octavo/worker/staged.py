@@ -170,7 +170,8 @@ class StagedInputs:
         step.block_table[: size.rows] = self._scratch
         step.settings[:, : size.rows] = 0
         step.sample_slots[: size.rows] = self._limits.num_slots
-        batch = self._view(size, 0)
+        step.sample_rows[: size.rows] = 0
+        batch = self._view(size, 0 if decode else size.rows)
         if not decode:
             batch = replace(batch, num_decodes=0, max_q=size.tokens)
         return step.ids[: size.tokens], batch

@@ -83,7 +83,7 @@ class CudaQueue(CudaDevice):
 
     def rehearse(self, work: Callable[[], None]) -> None:
         """Compiles the kernels of `work` side by side."""
-        problem = compile_ahead(work)
+        problem = compile_ahead(work, self.index)
         if problem:
             self.notes += (f"kernels: not all compiled ahead: {problem}",)
         self.synchronize()

@@ -48,8 +48,10 @@ def compile_ahead(rehearsal: Callable[[], None], device: int = 0) -> str:
         finally:
             pool.shutdown(wait=True)
             runtime.jit_cache_hook = before
-    failures = [error for each in made if (error := each.exception()) is not None]
-    return problem or "".join(f"{type(error).__name__}: {error}" for error in failures[:1])
+    for failure in (each.exception() for each in made):
+        if failure is not None and not problem:
+            problem = f"{type(failure).__name__}: {failure}"
+    return problem
 
 
 def _make(function: Any, specialization: str) -> None:

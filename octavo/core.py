@@ -1,13 +1,16 @@
 """The program of the engine-core process: builds worker, scheduler and core, then serves.
 
 Started by `supervisor.py` as `python -m octavo.core`; its settings come over standard input so that
-none of them stands on a command line. Torch is imported in here and never in the API process.
+none of them stands on a command line. Torch is imported in here and never in the API process, and
+at once: before settings come, while the server opens the model's files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+import threading
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -53,13 +56,25 @@ def build_core(
     return EngineCore(Scheduler(sized, tracer), executor), info
 
 
+def _import_worker() -> None:
+    """What is wrong with it is told when it is imported again."""
+    with contextlib.suppress(Exception):
+        from octavo.executor.local import import_worker
+
+        import_worker()
+
+
 def main() -> int:
     """Reads the settings, serves until told to stop, and gives the exit code."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
     # Ctrl-C and service managers signal every process of a group; the API process drains first
     # and then says stop. Should it die instead, the heartbeat notices and ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_import_worker, name="import", daemon=True).start()
+    told = sys.stdin.buffer.read()
+    if not told:
+        return 1  # the server could not open the model, and has said so
+    settings = msgspec.json.decode(told, type=CoreSettings)
     try:
         return run(
             settings.addresses,

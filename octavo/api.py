@@ -23,7 +23,7 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings, CoreDied, CoreStarted, Drain, Drained, Hello, Link, Listening
 from octavo.launch import Launch, keys_in, listen, metrics_of, settings_of, text_engine_of
 from octavo.options import EngineArgs, ServerArgs
-from octavo.server import timeline
+from octavo.server import resume, timeline
 from octavo.server.app import create_app
 from octavo.server.context import Serving
 from octavo.text.pool import long_texts
@@ -82,6 +82,7 @@ class ApiProcess:
         self._metrics = metrics_of(launch, frontend)
         self._core = RemoteCore(self._count)
         self._serving: Serving | None = None
+        self._afar: resume.Afar | None = None
         self._engine: TextEngine | None = None
         self._hurry = asyncio.Event()
         self._closing = asyncio.Event()
@@ -123,7 +124,9 @@ class ApiProcess:
         self._engine = engine
         app = create_app(engine, settings_of(launch))
         serving: Serving = app.state.serving
-        serving.everybody = lambda op: link.ask(op, GATHER_SECONDS)
+        serving.index = self._settings.index
+        serving.everybody = lambda op, to=0: link.ask(op, GATHER_SECONDS, to)
+        self._afar = resume.Afar(serving)
         self._serving = serving
         async with long_texts(frontend.tokenizer):
             await listen(
@@ -151,13 +154,15 @@ class ApiProcess:
         await asyncio.sleep(0.1)  # last events leave before the sockets close
         link.send(Drained(cut))
 
-    async def _answer(self, op: str) -> list[bytes]:
+    async def _answer(self, op: str, to: int) -> list[bytes]:
         if op == "metrics":
             return [msgspec.msgpack.encode(self._metrics.snapshot())]
         if self._serving is None:
             return [b""]
         if op == "load":
             return [b"%d" % self._serving.in_flight]
+        if op.startswith(resume.QUESTION) and self._afar is not None:
+            return [await self._afar.answer(op)]
         return [timeline.answer(self._serving, op)]
 
 

@@ -6,6 +6,8 @@
     │   ├── Unauthorized       401
     │   ├── Forbidden          403: the key is right, but not for this route
     │   ├── NotFound           404: model, route or request that does not exist
+    │   ├── Conflict           409: the id is in use
+    │   ├── Gone               410: it was there and is not kept any more
     │   ├── TooLarge           413: body over the limit
     │   ├── Overloaded         429: queue full; carries `retry_after`
     │   └── DeadlineExceeded   504: the request's own deadline passed
@@ -75,6 +77,20 @@ class NotFound(ClientError):
 
     status = 404
     kind = "NotFoundError"
+
+
+class Conflict(ClientError):
+    """The id that the caller chose is in use."""
+
+    status = 409
+    kind = "ConflictError"
+
+
+class Gone(ClientError):
+    """What the caller asks for existed and is not kept any more."""
+
+    status = 410
+    kind = "GoneError"
 
 
 class TooLarge(ClientError):

@@ -236,9 +236,13 @@ class Fleet:
 
     # Questions of the API processes
 
-    async def _answer(self, op: str) -> list[bytes]:
+    async def _answer(self, op: str, to: int) -> list[bytes]:
         """Whatever is asked, everybody answers; of metrics those of the dead as well."""
-        asked = [member for member in self._members if member.link is not None]
+        asked = [
+            member
+            for member in self._members
+            if member.link is not None and to in (0, member.index)
+        ]
         answers = await asyncio.gather(*(self._ask(member, op) for member in asked))
         if op != "metrics":
             return [answer for answer in answers if answer]
@@ -250,7 +254,7 @@ class Fleet:
         assert member.link is not None
         try:
             answer = (await member.link.ask(op, ANSWER_SECONDS))[0]
-        except (TimeoutError, OctavoError):  # it is busy or about to end; its last word stands
+        except (TimeoutError, OctavoError, IndexError):  # busy, failed, about to end
             return member.last if op == "metrics" else b""
         if op == "metrics":
             member.last = answer

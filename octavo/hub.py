@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -20,6 +21,8 @@ from octavo.errors import EngineDead
 from octavo.types import WorkerInfo
 
 MAX_FRAME = 2**28  # bytes
+
+logger = logging.getLogger("octavo.hub")
 
 
 class ApiSettings(Struct, frozen=True):
@@ -81,6 +84,7 @@ class Question(Struct, frozen=True, array_like=True, tag="question"):
 
     number: int
     op: str
+    to: int = 0  # the API process that is to answer; 0 is all
 
 
 class Reply(Struct, frozen=True, array_like=True, tag="reply"):
@@ -93,7 +97,7 @@ class Reply(Struct, frozen=True, array_like=True, tag="reply"):
 Message: TypeAlias = (
     Hello | Listening | Drained | CoreStarted | CoreDied | Drain | Hurry | Question | Reply
 )
-Answerer: TypeAlias = Callable[[str], Awaitable[list[bytes]]]
+Answerer: TypeAlias = Callable[[str, int], Awaitable[list[bytes]]]
 
 
 class Link:
@@ -117,13 +121,16 @@ class Link:
         data = msgspec.msgpack.encode(message)
         self._writer.write(len(data).to_bytes(4, "little") + data)
 
-    async def ask(self, op: str, patience: float) -> list[bytes]:
-        """The other end's answer. Raises TimeoutError, or EngineDead if it is gone."""
+    async def ask(self, op: str, patience: float, to: int = 0) -> list[bytes]:
+        """The other end's answer, empty if it failed to make one.
+
+        Raises TimeoutError, or EngineDead if the other end is gone.
+        """
         number = next(self._numbers)
         reply: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         try:
-            self.send(Question(number, op))
+            self.send(Question(number, op, to))
             async with asyncio.timeout(patience):
                 return await reply
         finally:
@@ -154,7 +161,12 @@ class Link:
                     reply.set_exception(EngineDead("the other process is gone"))
 
     async def _reply(self, question: Question) -> None:
-        self.send(Reply(question.number, await self._answer(question.op)))
+        try:
+            answer = await self._answer(question.op, question.to)
+        except Exception:  # who asks must not wait for an answer that does not come
+            logger.exception("event=question_failed op=%s", question.op[:100])
+            answer = []
+        self.send(Reply(question.number, answer))
 
     def close(self) -> None:
         """Ends the connection."""

@@ -27,8 +27,9 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
-from octavo.resolve import notes
+from octavo.resolve import is_in_core, notes
 from octavo.server.app import create_app
+from octavo.server.kept import KeepLimits
 from octavo.server.keys import Key, keys_of, read_keys
 from octavo.server.run import Listen, reserve
 from octavo.server.run import serve as serve_http
@@ -74,7 +75,7 @@ def serve(
                 "seed",
             )
         engine_args.check()
-        core = CoreProcess(program)
+        core = CoreProcess(program, prepares=is_in_core(engine_args))
         try:
             frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
         except BaseException:
@@ -353,6 +354,11 @@ def settings_of(launch: Launch) -> ServerSettings:
         reasoning_parser=args.reasoning_parser,
         max_body_bytes=args.max_body_bytes,
         keep_alive_interval=args.sse_keep_alive_interval,
+        keep=KeepLimits(
+            args.max_resume_seconds,
+            -(-args.max_held_streams // args.api_server_count),
+            -(-args.max_held_bytes // args.api_server_count),
+        ),
     )
 
 

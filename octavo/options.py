@@ -80,12 +80,11 @@ class EngineArgs(Record):
     )
     quantization: str | None = option(
         None,
-        "int8 packs the weights in 8 bits while they load (bfloat16 on the CPU's native kernels; "
-        "answers may differ); they stay in --dtype if left out",
+        "fp8, int8 or int4 quantize the weights while they load (fp8 for GPUs, the others for the "
+        "CPU's native kernels; answers differ a little); left out, what the checkpoint says holds",
         kind="str",
         group="Model",
-        only=("int8",),
-        remedy="int8 is the only method that is built in; leave it out to keep weights in --dtype.",
+        choices=("fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"),
     )
     hf_overrides: dict[str, Any] = option(
         {}, "JSON object laid over the model's config.json", group="Model"
@@ -239,18 +238,17 @@ class EngineArgs(Record):
     )
     tensor_parallel_size: int = option(
         1,
-        "devices that share each layer; 1 in this build",
+        "devices that share each layer; it must divide the model's heads and widths",
         group="Execution",
-        only=(1,),
-        remedy=ONE_DEVICE,
+        minimum=1,
         env=("TENSOR_PARALLEL_SIZE",),
     )
     pipeline_parallel_size: int = option(
         1,
-        "devices that share the layers in turn; 1 in this build",
+        "stages that share the layers in turn, each of --tensor-parallel-size devices",
         group="Execution",
-        only=(1,),
-        remedy=ONE_DEVICE,
+        minimum=1,
+        env=("PIPELINE_PARALLEL_SIZE",),
     )
     data_parallel_size: int = option(
         1,
@@ -261,11 +259,19 @@ class EngineArgs(Record):
     )
     distributed_executor_backend: str | None = option(
         None,
-        "how workers are started; uni in this build",
+        "how workers are started: uni (one, in the engine's process), mp (processes of this "
+        "machine) or ray (actors of a cluster); if left out, uni for one device, ray where an "
+        "address of a cluster is given or the GPUs here are too few, else mp",
         kind="str",
         group="Execution",
-        only=("uni",),
-        remedy="the one worker lives in the engine's process; use uni or leave it out.",
+        choices=("uni", "mp", "ray"),
+    )
+    ray_address: str | None = option(
+        None,
+        "address of a running Ray cluster, HOST:PORT or auto",
+        kind="str",
+        group="Execution",
+        env=("RAY_ADDRESS",),
     )
 
     disable_log_stats: bool = option(
@@ -398,6 +404,21 @@ class ServerArgs(Record):
     )
     sse_keep_alive_interval: float = option(
         0.0, "seconds between comments in a silent stream; 0 sends none", minimum=0
+    )
+    max_resume_seconds: float = option(
+        60.0,
+        "longest time for which a request may ask to be kept when its stream breaks "
+        "(header X-Octavo-Resume, docs/serving.md); 0 keeps none",
+        minimum=0,
+    )
+    max_held_streams: int = option(
+        64, "broken streams that are kept at the same time, over all API processes", minimum=1
+    )
+    max_held_bytes: int = option(
+        64 * 2**20,
+        "bytes of events that are kept for streams that can be resumed",
+        kind="size",
+        minimum=65536,
     )
     max_body_bytes: int = option(
         32 * 2**20, "largest request body; larger ones get 413", kind="size", minimum=1024

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.config import SchedulerConfig, WorkerConfig
-from octavo.core import CoreSettings
+from octavo.core import GET_READY, CoreSettings
 from octavo.engine.channel import Addresses
 from octavo.engine.client import EngineClient
 from octavo.errors import CheckpointError, ConfigError, EngineDead, OctavoError
@@ -58,9 +58,11 @@ class CoreProcess:
     It has much to import by then, torch above all.
     """
 
-    def __init__(self, program: Sequence[str] = CORE_PROGRAM) -> None:
-        """Raises OSError if it cannot be started."""
+    def __init__(self, program: Sequence[str] = CORE_PROGRAM, *, prepares: bool = False) -> None:
+        """With `prepares` it imports what a model needs that runs in it. Raises OSError."""
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE)
+        if prepares:
+            self._write(GET_READY)
 
     @property
     def returncode(self) -> int | None:
@@ -70,8 +72,14 @@ class CoreProcess:
     def tell(self, settings: CoreSettings) -> None:
         """Once: what it is to do. That it has ended already is noticed by who waits for it."""
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError), self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(settings))
+        with contextlib.suppress(ConnectionError), self._process.stdin:
+            self._write(msgspec.json.encode(settings))
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
 
     def signal(self, number: int) -> None:
         """Sends it a signal, unless it has ended."""

@@ -24,6 +24,9 @@ LAST_CHUNK = 4  # the row's last prompt token is in this step
 PROMPT_LOGPROBS = 8  # log-probs of the prompt tokens computed in this step are wanted
 POOL = 16  # the hidden states of the row's tokens are wanted, as its sequence pools them
 
+# An operation of workers: begin to compile the grammar `text`, and say if it is `ready`.
+PREPARE = "grammar"
+
 
 def pack(values: Iterable[int]) -> bytes:
     """i32 values to bytes."""

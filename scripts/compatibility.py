@@ -62,6 +62,9 @@ DIFFERS = (
     "is closed when a key is set.",
     "`/health` is 503 while the model loads, while the server drains, and when work waits and "
     "nothing moves; its body says why.",
+    "A stream that breaks ends its request, unless the request has the header `X-Octavo-Resume` "
+    "(seconds): then its events have ids, and `GET /v1/requests/{id}/stream`, or the same request "
+    "again, with `Last-Event-ID` gives the rest.",
     "SIGTERM lets running requests end for `--shutdown-timeout` seconds, 30 by default.",
     "`owned_by` is `octavo`, and `system_fingerprint` names this version.",
     "`request_success` has the reason `timeout` and not `repetition`.",

@@ -90,3 +90,37 @@ class FusedAttention(Protocol):
         self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
     ) -> Tensor:
         """QKV [T, (Q + 2K) * D] not yet normalized nor rotated -> [T, Q * D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFactors:
+    """What a latent is multiplied by to be each head's key (but for what turns) and value."""
+
+    keys: Tensor  # [Q, plain, L]
+    values: Tensor  # [Q, L, V]
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries [T, Q, plain + R] -> [T, Q, L + R], to be multiplied by what is cached."""
+        plain = self.keys.shape[1]
+        latent = torch.bmm(query[..., :plain].transpose(0, 1), self.keys).transpose(0, 1)
+        return torch.cat((latent, query[..., plain:]), dim=2)
+
+    def value(self, latents: Tensor) -> Tensor:
+        """Sums of latents [T, Q, L] -> [T, Q * V]."""
+        return torch.bmm(latents.transpose(0, 1), self.values).transpose(0, 1).flatten(1)
+
+
+@runtime_checkable
+class LatentAttentionBackend(Protocol):
+    """An AttentionBackend for latents that is given the factors, and may make keys and values."""
+
+    def forward_latent(
+        self,
+        q: Tensor,
+        stored: Tensor,
+        factors: LatentFactors,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """q [T, Q, plain + R], already rotated, stored [T, 1, L + R] -> [T, Q * V]. Causal."""

@@ -24,6 +24,7 @@ from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import attention_tiles as tiles
 from octavo.kernels.triton.attention_decode import Heads, Pieces, decode, list_pieces
+from octavo.kernels.triton.attention_newest import Newest
 from octavo.kernels.triton.launch import gpu_of
 from octavo.kernels.triton.rotary import rope_store, store
 
@@ -31,6 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EVEN, UNEVEN = "even", "uneven"  # forms of a decode step
 MAX_HEAD = 256
+TURNS = False  # attention of decode steps turns and stores the newest tokens itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,27 @@ class TritonAttention:
     def forward_fused(
         self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
     ) -> Tensor:
-        """QKV [T, (Q + 2K) * D] as projected -> [T, Q * D]; norms, rotation and store included."""
+        """QKV [T, (Q + 2K) * D] as projected -> [T, Q * D]; norms, rotation and store included.
+
+        Where all rows decode, attention itself does these.
+        """
+        plan = batch.attn
+        decode_only = isinstance(plan, TritonPlan) and (
+            plan.decodes == batch.num_rows == batch.num_tokens
+        )
+        if TURNS and decode_only:
+            newest = Newest(
+                qkv,
+                batch.positions,
+                batch.slot_map,
+                rules.cos_sin,
+                rules.query_norm,
+                rules.key_norm,
+                rules.eps,
+                need.key_scale,
+                need.value_scale,
+            )
+            return self._attend(qkv, layer, need, batch, rules.sinks, newest=newest)
         q = rope_store(
             qkv,
             batch.kv.keys[layer],
@@ -189,6 +211,7 @@ class TritonAttention:
         need: AttentionNeed,
         batch: ForwardBatch,
         sinks: Tensor | None = None,
+        newest: Newest | None = None,
     ) -> Tensor:
         plan = batch.attn
         assert isinstance(plan, TritonPlan), "the batch was planned by another backend"
@@ -202,7 +225,7 @@ class TritonAttention:
             sinks,
             need.value_scale,
         )
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape[0], need.num_heads, need.head_dim)
         rows = plan.decodes
         pieces = plan.windowed if need.window else plan.pieces
         if pieces is not None:
@@ -216,6 +239,7 @@ class TritonAttention:
                 pieces,
                 tiles.decode_tile(self._sizes()[1]),
                 out[:rows],
+                newest=newest,
             )
         if plan.prefill is not None:
             self._prefill.run(q, keys, values, heads, plan.prefill, out)

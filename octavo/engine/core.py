@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING
 from octavo.engine.pace import Pace
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import EngineDead
-from octavo.types import AddRequest, StepOutputs, StepPlan, StepResult
+from octavo.types import PREPARE, AddRequest, StepOutputs, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from octavo.executor.base import Executor, Handle
+
+
+COMPILE_WAIT = 0.01  # seconds for a grammar at a time, when there is nothing else to do
 
 
 class FailedStep:
@@ -57,15 +60,46 @@ class EngineCore:
         self._clock = clock
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and since when
         self._last_landing = 0.0
+        self._formless: list[AddRequest] = []  # their grammars are being compiled
         self._pace = Pace() if scheduler.config.lookahead else None
 
     def add(self, request: AddRequest) -> None:
-        """Queues a request; one that cannot be served is reported by the next `step`."""
-        self._scheduler.add(request)
+        """Queues a request; one that cannot be served is reported by the next `step`.
+
+        One with a grammar that the worker has yet to compile waits for that alone, not in a batch
+        that would have to wait as well.
+        """
+        if self._has_form(request, 0.0):
+            self._scheduler.add(request)
+        else:
+            self._formless.append(request)
 
     def abort(self, ids: list[str]) -> None:
         """Ends requests; unknown and ended ids are no error."""
+        if self._formless:
+            for request in [one for one in self._formless if one.id in ids]:
+                self._formless.remove(request)
+                self._scheduler.add(request)
         self._scheduler.abort(ids)
+
+    def _has_form(self, request: AddRequest, seconds: float) -> bool:
+        grammar = request.params.grammar
+        if grammar is None:
+            return True
+        reply = self._executor.control(PREPARE, text=grammar.text, seconds=str(seconds))
+        return reply.get("ready") != "false"
+
+    def _queue_formed(self) -> None:
+        """Queues those whose grammars have been compiled; waits a little if nothing else is due."""
+        busy = self._in_flight or self._scheduler.num_live or self._scheduler.has_news
+        seconds = 0.0 if busy else COMPILE_WAIT
+        waiting, self._formless = self._formless, []
+        for request in waiting:
+            if self._has_form(request, seconds):
+                self._scheduler.add(request)
+                seconds = 0.0
+            else:
+                self._formless.append(request)
 
     def control(self, op: str, args: dict[str, str]) -> dict[str, str]:
         """`reset_prefix_cache` and `snapshot` are done here, all else by the executor."""
@@ -79,10 +113,12 @@ class EngineCore:
     def has_work(self) -> bool:
         """True if `step` has something to do or to report."""
         scheduler = self._scheduler
-        return bool(scheduler.num_live or self._in_flight or scheduler.has_news)
+        return bool(scheduler.num_live or self._in_flight or scheduler.has_news or self._formless)
 
     def step(self) -> StepOutputs | None:
         """One turn; None if there was nothing to do. Raises EngineDead if the executor is lost."""
+        if self._formless:
+            self._queue_formed()
         while len(self._in_flight) < self._scheduler.config.depth:
             began = self._clock()
             plan = self._scheduler.plan(began)
@@ -97,6 +133,11 @@ class EngineCore:
         if self._in_flight:
             return self._land()
         return self._scheduler.report() if self._scheduler.has_news else None
+
+    def check(self) -> None:
+        """Raises EngineDead if the executor was lost while there was nothing to do."""
+        if not self._in_flight and not self._executor.alive():
+            raise EngineDead("a worker was lost while the engine was idle")
 
     def patience(self) -> float:
         """Seconds for which `step` may be put off, for requests that are about to come.

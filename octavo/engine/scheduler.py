@@ -369,7 +369,8 @@ class Scheduler:
             self._decode_order = None
         columns.computed[slot] = end
         columns.in_flight[slot] += 1
-        self._register(sequence)
+        if length > 1:  # a step of one token a row reads nothing that it writes itself
+            self._register(sequence)
         draft.budget -= length
         if self.fair is not None and not sequence.preemptions:
             self.fair.charge(sequence.tenant, prompt_tokens=length)

@@ -1,15 +1,18 @@
 """The program that compiles demands for real, in a process of its own: `python -m ... .check`.
 
 Compiling can take minutes, fill the memory or overflow a stack, and cannot be interrupted; in here
-that harms nobody, and the parent ends it after its time (`compiler.py`, the next file). A grammar
-that compiles is tried with a few tokens too, as some become too complex only then. Reads one demand
-a line from standard input, after the vocabulary, and writes one answer a line.
+that harms nobody. Each demand is judged by a fork, which a timer ends when its processor time is
+over, and which takes nothing along that was read for all. A grammar that compiles is tried with a
+few tokens too, as some become too complex only then. Reads one demand a line from standard input,
+after the vocabulary, and writes one answer a line. Next file: `checker.py`, the other end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import signal
 import sys
 from random import Random
 from time import process_time
@@ -28,6 +31,8 @@ COMPILE_SECONDS = 0.5  # of this process's own time: a batch may have to wait fo
 TRIED_TOKENS = 32
 WAYS = 3
 MASK_SECONDS = 0.015  # a token's, on average
+DIED = "it is too large or nested too deep to compile; make it simpler"
+SLOW = "it takes too long for each token; make it simpler"
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -35,6 +40,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
     form: Form | None = None
     error: str = ""
+    late: bool = False  # its time was over
+    lasts: bool = True  # false for what another moment might judge differently
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What is wanted, and the processor time for it in seconds."""
+
+    seconds: float
+    wanted: StructuredOutputs
 
 
 def judge(
@@ -53,14 +67,16 @@ def judge(
         if matcher.is_error():
             return Verdict(error=f"{name}: {_reason(matcher.get_error())}")
         if process_time() - started > COMPILE_SECONDS:
-            return Verdict(error=f"{name}: it takes too long to compile; make it simpler")
+            return Verdict(
+                error=f"{name}: it takes too long to compile; make it simpler", lasts=False
+            )
         problem = _try(matcher, tokenizer)
     except GrammarError as error:
         return Verdict(error=str(error))
     except RecursionError:
         return Verdict(error=f"{name}: it is nested too deep; make it flatter")
     if problem:
-        return Verdict(error=f"{name}: {problem}")
+        return Verdict(error=f"{name}: {problem}", lasts=problem != SLOW)
     return Verdict(form)
 
 
@@ -70,7 +86,7 @@ def _try(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> st
     for seed in range(WAYS):
         problem = _go(matcher.deep_copy(), set(tokenizer.eos_tokens), Random(seed))
         if not problem and process_time() - started > (seed + 1) * TRIED_TOKENS * MASK_SECONDS:
-            problem = "it takes too long for each token; make it simpler"
+            problem = SLOW
         if problem:
             return problem
     return ""
@@ -98,6 +114,13 @@ def _reason(error: str) -> str:
     shown = " ".join(line for line in lines if line)
     if "NoExtension" in shown:
         return "it allows no answer at all; make it wider"
+    if shown.startswith("oneOf "):
+        return (
+            "oneOf cannot be enforced where a value could meet two of its schemas; tell them apart "
+            "by a required property with a const, or use anyOf"
+        )
+    if "recursion limit" in shown:
+        return "it is nested too deep; make it flatter"
     shown = shown.partition("; following special tokens")[0][:240] or "unknown error"
     return f"it cannot be enforced; mend what is named here: {shown.rstrip('. ')}"
 
@@ -113,9 +136,19 @@ def main() -> int:
     target.write(b"{}\n")
     target.flush()
     while line := source.readline():
-        verdict = judge(msgspec.json.decode(line, type=StructuredOutputs), tokenizer, special)
-        target.write(msgspec.json.encode(verdict) + b"\n")
-        target.flush()
+        demand = msgspec.json.decode(line, type=Demand)
+        if (child := os.fork()) == 0:
+            signal.setitimer(signal.ITIMER_PROF, demand.seconds)  # its signal ends the process
+            verdict = judge(demand.wanted, tokenizer, special)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            target.write(msgspec.json.encode(verdict) + b"\n")
+            target.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status):
+            late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            target.write(msgspec.json.encode(Verdict(error=DIED, late=late, lasts=False)) + b"\n")
+            target.flush()
     return 0
 
 

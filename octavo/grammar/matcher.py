@@ -1,6 +1,6 @@
 """`Grammars` and `Follower`: which tokens a grammar allows next, step by step. The worker's side.
 
-Grammars are compiled in a few threads, from the moment that a sequence is admitted; each step's
+Grammars are compiled in a few threads, before a sequence may be planned; each step's
 tokens are taken in and its masks computed by one call for all rows, in native threads with the
 interpreter free, so that it goes on beside the model's own work. Every grammar has been checked by
 `check.py` before; one that becomes too complex all the same fails its own request alone.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import llguidance
 import numpy as np
@@ -75,24 +75,33 @@ class Grammars:
         self._pool = ThreadPoolExecutor(max(2, min(4, threads)), "grammar")
         self._steps = ThreadPoolExecutor(1, "masks")
         self._native = llguidance.LLExecutor(max(1, threads))
-        self._opened: Future[llguidance.LLTokenizer] | None = None
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self._table: list[bytes] = []
         self._runs: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._longest_run = 0  # digits that a token begins with at most
         self._zeros: NDArray[np.bool_] = np.zeros(0, np.bool_)  # tokens that begin with one
-        self._pool.submit(self._tokenizer)  # some tenths of a second that no request waits for
+        # Some tenths of a second that no request waits for.
+        self._opened = self._pool.submit(self._open)
 
     def follow(self, grammar: Grammar, tokens: Sequence[int]) -> Follower:
         """A follower after `tokens` of an answer; compiling goes on meanwhile."""
-        start = self._compiled.get(grammar.text)
+        return Follower(self._start(grammar.text), tokens, grammar)
+
+    def prepare(self, text: str, seconds: float) -> bool:
+        """Begins to compile a grammar's text; true if that has ended, after at most `seconds`."""
+        wait([self._start(text)], seconds)
+        return self._start(text).done()
+
+    def _start(self, text: str) -> Future[llguidance.LLMatcher]:
+        """Compiles, unless that has been begun; the last ones are kept."""
+        start = self._compiled.get(text)
         if start is None:
-            start = self._pool.submit(self._compile, grammar.text)
-            self._compiled[grammar.text] = start
+            start = self._pool.submit(self._compile, text)
+            self._compiled[text] = start
             if len(self._compiled) > COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar.text)
-        return Follower(start, tokens, grammar)
+        self._compiled.move_to_end(text)
+        return start
 
     def begin(self, followers: Sequence[Follower]) -> Future[tuple[Words, dict[int, str]]]:
         """Masks of the next token of each, and why there is none by index; computed meanwhile.
@@ -103,6 +112,7 @@ class Grammars:
 
     def masks(self, followers: Sequence[Follower]) -> tuple[Words, dict[int, str]]:
         """As `begin`, waiting for it."""
+        self._opened.result()  # after it there is a table
         matchers = [follower.catch_up(self._table) for follower in followers]
         words: Words = np.zeros((len(matchers), self._words), np.int32)
         self._native.unsafe_compute_mask_ptr(
@@ -125,23 +135,16 @@ class Grammars:
         self._steps.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, text: str) -> llguidance.LLMatcher:
-        return new_matcher(self._tokenizer(), text)
+        return new_matcher(self._opened.result(), text)
 
-    def _tokenizer(self) -> llguidance.LLTokenizer:
-        if self._opened is None:
-            opened: Future[llguidance.LLTokenizer] = Future()
-            self._opened = opened
-            try:
-                self._table = table_of(self._vocabulary)
-                self._runs = digit_runs(self._table, 32 * self._words)
-                self._longest_run = int(self._runs.max(initial=0))
-                self._zeros = np.zeros(32 * self._words, np.bool_)
-                firsts = [word[:1] == b"0" for word in self._table[: 32 * self._words]]
-                self._zeros[: len(firsts)] = firsts
-                opened.set_result(open_vocabulary(self._vocabulary, self._vocab_size))
-            except Exception as error:
-                opened.set_exception(error)
-        return self._opened.result()
+    def _open(self) -> llguidance.LLTokenizer:
+        self._table = table_of(self._vocabulary)
+        self._runs = digit_runs(self._table, 32 * self._words)
+        self._longest_run = int(self._runs.max(initial=0))
+        self._zeros = np.zeros(32 * self._words, np.bool_)
+        firsts = [word[:1] == b"0" for word in self._table[: 32 * self._words]]
+        self._zeros[: len(firsts)] = firsts
+        return open_vocabulary(self._vocabulary, self._vocab_size)
 
     def _bound(self, words: Words, left: int) -> None:
         """Takes out the tokens that begin with more than `left` digits, if others remain.

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-MAX_DEPTH = 64
+from octavo.grammar.exclusive import all_exclude
+
+MAX_DEPTH = 60
+MAX_OPTIONAL = 480  # properties of one object that are not required
 MAX_NODES = 20_000  # schemas within a schema
 MAX_ENUM = 20_000  # values of all enums together
 MAX_COUNT = 100_000  # of items, properties or characters
@@ -113,6 +116,8 @@ def _node(schema: Node, path: str, walk: _Pass, depth: int) -> Node:
         if check is None:
             raise SchemaError(_unknown(keyword, path))
         made[keyword] = check(value, _Place(keyword, path, walk, depth))
+    if "anyOf" not in made and all_exclude(made.get("oneOf", (True, True))):
+        made["anyOf"] = made.pop("oneOf")
     _tuple_items(schema, made)
     _order(made, path)
     if "multipleOf" in made:
@@ -364,6 +369,12 @@ def _close(made: dict[str, Any], walk: _Pass, path: str) -> None:
                 f"required {_at(path)} names {name[:40]!r}, which additionalProperties forbids"
             )
         made["properties"] = named = {**named, name: rest}
+    optional = len(named.keys() - set(made.get("required", ())))
+    if optional > MAX_OPTIONAL:
+        raise SchemaError(
+            f"properties {_at(path)} has {optional} that are not required; use at most "
+            f"{MAX_OPTIONAL} in one object"
+        )
     if not walk.additional:
         made["additionalProperties"] = False
         return

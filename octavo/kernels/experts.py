@@ -1,8 +1,9 @@
 """Products of routed experts: tokens are sorted by expert, so each weight is read once if at all.
 
-`LoopedExperts` works over any table of kernels, an expert at a time: the path of the CPU, where a
-call costs little. `GroupedExperts` multiplies all in one call of torch's and never asks the device
-which experts were chosen, so that it can be captured. Not for: routing (`layers/experts.py`).
+`LoopedExperts` works over any table of kernels, an expert at a time: the path of tables that have
+no product of their own. `GroupedExperts` multiplies all in one call of torch's and never asks the
+device which experts were chosen, so that it can be captured. Not for: routing
+(`layers/experts.py`).
 Next file: `select.py`.
 """
 

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from octavo.kernels.formats import Fp8, Grouped
+
 # x [T, H], experts i64[T, k], their weights f32[T, k] -> [T, H], the weighted sum of the gated MLPs
 # of each token's experts. Weights of experts that no token chose are not read.
 ExpertProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,6 +74,10 @@ class Ops:
     # As `sample`; also sets i32[S] to 1 where a row has a logit that is not finite. None: such rows
     # are looked for apart.
     sample_checked: Callable[[Tensor, SampleRows, Tensor], Tensor] | None = None
+    # Weights of 4 bits, and of 8-bit floats, for `linear` and `linear_silu` to multiply; None:
+    # there are no such kernels, and weights are made plain.
+    pack_grouped: Callable[[Grouped], PackedWeight] | None = None
+    pack_fp8: Callable[[Fp8], PackedWeight] | None = None
     # linear and silu_mul in one: x [T, K], weight [2 * I, K], bias -> [T, I]; None: use the two.
     linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.

@@ -37,7 +37,7 @@ class Attention:
         """`layer` is the block's index in the model, counted from 0."""
         self._backend = build.attention
         self._fused = build.attention if isinstance(build.attention, FusedAttention) else None
-        self._layer = layer
+        self._layer = layer - build.first_layer
         self.need = layer_need(build.need, spec, layer)
         self.rope = rope
         self.sinks: Tensor | None = None
@@ -57,19 +57,22 @@ class Attention:
             build, spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias
         )
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> [T, H]; stores the keys and values of all T tokens."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H]; stores the keys and values of all T tokens.
+
+        With `rows` i32[S], tokens of which alone the result is wanted: [S, H].
+        """
         if self._fused is not None:
             attended = self._fused.forward_fused(
                 self.qkv(x), self._rules(), self._layer, self.need, batch
             )
-            return self.output(attended)
+            return self.output(chosen(attended, rows))
         q, k, v = self.qkv.split(self.qkv(x))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.heads(q), self.key_norm.heads(k)
         q, k = self.rope(q, k, batch.positions)
         attended = self._backend.forward(q, k, v, self._layer, self.need, batch, sinks=self.sinks)
-        return self.output(attended)
+        return self.output(chosen(attended, rows))
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""
@@ -94,6 +97,11 @@ class Attention:
             self.query_norm.eps,
             self.sinks,
         )
+
+
+def chosen(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Rows i32[S] of x, or all of it."""
+    return x if rows is None else x.index_select(0, rows)
 
 
 def layer_need(need: AttentionNeed, spec: ModelSpec, layer: int) -> AttentionNeed:

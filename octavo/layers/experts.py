@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
 from octavo.kernels.experts import looped
 from octavo.layers.build import Build
 from octavo.layers.linear import Replicated, even_part
@@ -96,12 +95,6 @@ class Experts:
     run: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
-        if build.quant.name != "none":
-            raise ConfigError(
-                f"experts in the quantization {build.quant.name!r} are not supported; use a "
-                "checkpoint with weights in bfloat16, float16 or float32",
-                "quantization",
-            )
         axis, count, width = build.mesh.tp, spec.num_experts, spec.intermediate_size
         self._axis = axis
         start, share = axis.share(width)

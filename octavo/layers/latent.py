@@ -2,7 +2,9 @@
 
 A head's key is a projection of the token's latent, so its product with a query is that of the
 latent with the query projected back; likewise a sum of values is the projection of a sum of
-latents. So only latents are stored, once for all heads, and attention runs over one key head.
+latents. So only latents are stored, once for all heads, and attention can run over one key head.
+A backend that is a `LatentAttentionBackend` is given the projections and decides for itself when
+it makes keys and values of them instead, which is less work where many queries share them.
 Not for: storing and attending (`attention/mla_sdpa.py`). Next file: `models/sparse.py`.
 """
 
@@ -13,13 +15,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from octavo.attention.base import LatentAttentionBackend, LatentFactors
 from octavo.forward import ForwardBatch
+from octavo.layers.attention import chosen
 from octavo.layers.build import Build
-from octavo.layers.linear import Linear, Row
+from octavo.layers.linear import Linear, Row, movable, require_rows
 from octavo.layers.norm import RMSNorm
 from octavo.layers.parameters import Layer, Parameters
 from octavo.layers.rope import Rope
 from octavo.models.spec import LatentSpec, ModelSpec
+from octavo.quant.base import QuantMethod
 from octavo.weights.spec import ParamSpec, Part
 
 INNER_EPS = 1e-6  # of the norms inside attention, whatever the model's other norms have
@@ -34,26 +39,32 @@ class Reordered(Linear):
         self, build: Build, parts: tuple[Part, ...], in_features: int, order: Tensor | None
     ) -> None:
         """`order` i64[rows]: which of the checkpoint's rows stands at each place; None is as is."""
-        super().__init__(build, parts, in_features, bias=False)
         self._order = order
+        super().__init__(build, parts, in_features, bias=False)
+
+    def use(self, quant: QuantMethod) -> None:
+        """Takes another method; one that turns rows needs plain weights."""
+        if self._order is not None:
+            require_rows(quant)
+        super().use(quant)
 
     def set_param(self, name: str, tensor: Tensor) -> None:
         """Takes one parameter, all of which have their rows along the first dimension."""
         if self._order is not None:
-            tensor = tensor.index_select(0, self._order.to(tensor.device))
+            order = self._order.to(tensor.device)
+            tensor = movable(tensor).index_select(0, order).view(tensor.dtype)
         super().set_param(name, tensor)
 
 
 class Absorbed:
     """The projection from latents to keys and values, as one factor a head for either side.
 
-    `keys` [Q, plain, L] and `values` [Q, L, V] exist after `finish`.
+    `factors` exist after `finish`.
     """
 
-    __slots__ = ("_latent", "_parameters", "keys", "values")
+    __slots__ = ("_latent", "_parameters", "factors")
 
-    keys: Tensor
-    values: Tensor
+    factors: LatentFactors
 
     def __init__(self, build: Build, num_heads: int, latent: LatentSpec) -> None:
         """`num_heads` is the whole model's."""
@@ -85,23 +96,15 @@ class Absorbed:
         weight = self._parameters.take()["weight"]
         heads = weight.view(-1, latent.plain_dim + latent.value_dim, latent.rank)
         keys, values = torch.split(heads, [latent.plain_dim, latent.value_dim], dim=1)
-        self.keys, self.values = keys.contiguous(), values.transpose(1, 2).contiguous()
-
-    def query(self, plain: Tensor) -> Tensor:
-        """Queries [T, Q, plain] -> [T, Q, L], to be multiplied by latents."""
-        return torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
-
-    def value(self, latents: Tensor) -> Tensor:
-        """Sums of latents [T, Q, L] -> [T, Q * V]."""
-        return torch.bmm(latents.transpose(0, 1), self.values).transpose(0, 1).flatten(1)
+        self.factors = LatentFactors(keys.contiguous(), values.transpose(1, 2).contiguous())
 
 
 class LatentAttention:
     """Latent attention of one decoder block; `query` and `query_norm` are None without a rank."""
 
     __slots__ = (
-        *("_backend", "_latent", "_layer", "absorbed", "input", "latent_norm", "need", "output"),
-        *("query", "query_norm", "rope"),
+        *("_backend", "_given", "_latent", "_layer", "absorbed", "input", "latent_norm", "need"),
+        *("output", "query", "query_norm", "rope"),
     )
 
     query: Reordered | None
@@ -112,8 +115,10 @@ class LatentAttention:
         latent = spec.latent
         assert latent is not None, "the model has no latent attention"
         self._backend = build.attention
+        given = build.attention
+        self._given = given if isinstance(given, LatentAttentionBackend) else None
         self._latent = latent
-        self._layer = layer
+        self._layer = layer - build.first_layer
         self.need = build.need
         self.rope = rope
         queries = query_part(build, spec.num_heads, latent)
@@ -135,8 +140,8 @@ class LatentAttention:
         self.absorbed = Absorbed(build, spec.num_heads, latent)
         self.output = Row(build, spec.num_heads * latent.value_dim, spec.hidden_size)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> [T, H]; stores the latents of all T tokens."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H]; stores the latents of all T tokens. `rows` as in `Attention`."""
         latent = self._latent
         sizes = [self.input.parts[0].size, latent.rank, latent.rope_dim]
         first, vector, key = torch.split(self.input(x), sizes, dim=1)
@@ -147,12 +152,19 @@ class LatentAttention:
         turned, key = self.rope(
             turning.contiguous(), key.unsqueeze(1).contiguous(), batch.positions
         )
-        query = torch.cat((self.absorbed.query(plain), turned), dim=2)
+        query = torch.cat((plain, turned), dim=2)
         stored = torch.cat((self.latent_norm(vector.contiguous()).unsqueeze(1), key), dim=2)
+        factors = self.absorbed.factors
+        if self._given is not None:
+            attended = self._given.forward_latent(
+                query, stored, factors, self._layer, self.need, batch
+            )
+            return self.output(chosen(attended, rows))
         attended = self._backend.forward(
-            query, stored, stored[..., : latent.rank], self._layer, self.need, batch
+            factors.absorb(query), stored, stored[..., : latent.rank], self._layer, self.need, batch
         )
-        return self.output(self.absorbed.value(attended.view(len(x), -1, latent.rank)))
+        attended = chosen(attended, rows)
+        return self.output(factors.value(attended.view(len(attended), -1, latent.rank)))
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

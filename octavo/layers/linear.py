@@ -25,6 +25,7 @@ from octavo.layers.parameters import Parameters
 from octavo.models.spec import Activation
 from octavo.parallel.collectives import all_reduce
 from octavo.parallel.mesh import Axis
+from octavo.quant.base import QuantMethod
 from octavo.weights.spec import ParamSpec, Part
 
 
@@ -34,7 +35,10 @@ class Linear:
     `packed` and `bias` exist after `finish`.
     """
 
-    __slots__ = ("_parameters", "_quant", "bias", "in_features", "out_features", "packed", "parts")
+    __slots__ = (
+        *("_bias_spec", "_cut", "_parameters", "_quant", "bias", "in_features", "out_features"),
+        *("packed", "parts"),
+    )
 
     packed: PackedWeight
     bias: Tensor | None
@@ -52,11 +56,20 @@ class Linear:
         self.parts = parts
         self.in_features = in_features
         self.out_features = sum(part.size for part in parts)
-        self._quant = build.quant
-        full = in_features if in_full is None else in_full
-        specs = build.quant.params(in_features, parts, in_start, full)
-        if bias:
-            specs["bias"] = ParamSpec((self.out_features,), build.dtype, parts, out_dim=0)
+        self._cut = (in_start, in_features if in_full is None else in_full)
+        spec = ParamSpec((self.out_features,), build.dtype, parts, out_dim=0)
+        self._bias_spec = spec if bias else None
+        self.use(build.quant)
+
+    def use(self, quant: QuantMethod) -> None:
+        """Takes another method than the build's; before any parameter is set.
+
+        Raises ConfigError if the method cannot cut the weight so.
+        """
+        self._quant = quant
+        specs = quant.params(self.in_features, self.parts, *self._cut)
+        if self._bias_spec is not None:
+            specs["bias"] = self._bias_spec
         self._parameters = Parameters(specs)
 
     def param_specs(self) -> dict[str, ParamSpec]:
@@ -151,12 +164,6 @@ class QKV(Linear):
         `joined`: the three are one tensor in the checkpoint too. `order` i64[D] says which
         dimension of a head in the checkpoint is which of ours, for query and key.
         """
-        if order is not None and build.quant.name != "none":
-            raise ConfigError(
-                f"{build.quant.name} weights cannot be put into another order of dimensions, which "
-                "this model's rotary positions need; use unquantized weights",
-                "quantization",
-            )
         self._order = order
         axis = build.mesh.tp
         start, self.num_heads = axis.share(num_heads)
@@ -167,13 +174,20 @@ class QKV(Linear):
         parts = (query, Part("k", *rows), Part("v", *rows))
         super().__init__(build, join(parts) if joined else parts, hidden_size, bias=bias)
 
+    def use(self, quant: QuantMethod) -> None:
+        """Takes another method; one that turns rows needs plain weights."""
+        if self._order is not None:
+            require_rows(quant)
+        super().use(quant)
+
     def set_param(self, name: str, tensor: Tensor) -> None:
         """Takes one parameter, rows in the checkpoint's order; see `Layer`."""
         if self._order is not None:
-            turned = (self.num_heads + self.num_kv_heads) * self.head_dim
-            heads = tensor[:turned].view(-1, self.head_dim, *tensor.shape[1:])
-            heads = heads.index_select(1, self._order.to(tensor.device))
-            tensor = torch.cat((heads.view(turned, *tensor.shape[1:]), tensor[turned:]))
+            rows, turned = movable(tensor), (self.num_heads + self.num_kv_heads) * self.head_dim
+            heads = rows[:turned].view(-1, self.head_dim, *rows.shape[1:])
+            heads = heads.index_select(1, self._order.to(rows.device))
+            joined = torch.cat((heads.view(turned, *rows.shape[1:]), rows[turned:]))
+            tensor = joined.view(tensor.dtype)
         super().set_param(name, tensor)
 
     def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,15 +221,28 @@ class GateUp(Linear):
         super().__init__(build, join(parts) if joined else parts, hidden_size, bias=bias)
         silu = activation == "silu"
         self._multiply = build.ops.silu_mul if silu else build.ops.gelu_mul
-        # Kernels read plain weights; other formats are the quant method's own to multiply.
-        plain = build.quant.name == "none"
-        self._fused = build.ops.linear_silu if silu and plain else None
+        self._fused = build.ops.linear_silu if silu else None
 
     def gated(self, x: Tensor) -> Tensor:
         """x [T, in] -> activation(gate x) * up x [T, I], this rank's share."""
         if self._fused is not None:
             return self._fused(x, self.packed, self.bias)
         return self._multiply(self(x))
+
+
+def require_rows(quant: QuantMethod) -> None:
+    """Refuses a method whose parameters do not all have the weight's rows. Raises ConfigError."""
+    if not quant.by_rows:
+        raise ConfigError(
+            f"{quant.name} weights cannot be put into another order of rows, which this model's "
+            "rotary positions need; use a checkpoint with plain weights, and --quantization",
+            "quantization",
+        )
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The same memory as a type whose rows torch can move: 8-bit floats as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def even_part(name: str, full: int, axis: Axis) -> Part:

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.forward import ForwardBatch
 from octavo.kernels.ops import Ops
 from octavo.kernels.stack import StackBlock, StackModel
+from octavo.layers.attention import chosen
 from octavo.models.decoder import Block, Decoder
 from octavo.models.spec import ModelSpec
 
@@ -42,9 +43,12 @@ class FusedDecoder:
         """The decoder's."""
         return self._decoder.spec
 
-    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """Ids i32[T] -> final hidden states [T, H], normalized. Stores KV of all tokens."""
-        return self._stack.hidden(input_ids, batch)
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """Ids i32[T] -> final hidden states [T, H], normalized. Stores KV of all tokens.
+
+        With `rows` i32[S] those of such tokens alone.
+        """
+        return chosen(self._stack.hidden(input_ids, batch), rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows of `hidden` [S, H] -> f32[S, V]."""
@@ -62,6 +66,9 @@ def fuse(decoder: Decoder, ops: Ops) -> FusedDecoder | str:
     """
     if ops.stack is None:
         return f"{ops.name} kernels have no fused stack"
+    mesh = decoder.build.mesh
+    if mesh.size > 1:
+        return f"the layers are spread over {mesh.size} ranks"
     reason = unsupported(decoder.spec)
     if reason:
         return reason
@@ -99,6 +106,9 @@ def unsupported(spec: ModelSpec) -> str:
 
 def _model(decoder: Decoder) -> StackModel:
     spec, need = decoder.spec, decoder.blocks[0].attention.need
+    assert decoder.embedding is not None
+    assert decoder.norm is not None
+    assert decoder.head is not None
     return StackModel(
         blocks=tuple(_block(block) for block in decoder.blocks if isinstance(block, Block)),
         embedding=decoder.embedding.packed,

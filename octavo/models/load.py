@@ -5,17 +5,29 @@ Not for: reading files, which is `weights/`. Next file: `decoder.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from octavo.attention.base import AttentionNeed
 from octavo.checkpoint.records import Checkpoint
+from octavo.errors import ConfigError
 from octavo.layers.build import Build
-from octavo.layers.linear import share_kv_heads
+from octavo.layers.experts import Experts
+from octavo.layers.linear import Linear, share_kv_heads
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
-from octavo.weights.loader import LoadReport, Progress, load
+from octavo.quant.select import Methods
+from octavo.weights.loader import LoadReport, Names, Progress, checkpoint_names, load
+
+# Parameters of quantized layers; all other names a family's own map has.
+QUANTIZED = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
+    *("weight_zero_point", "weight_g_idx", "input_scale"),
+)
+UNUSED = (r".*\.weight_shape",)  # what the config says already
 
 
 def attention_need(
@@ -56,9 +68,46 @@ def attention_need(
     )
 
 
-def build_model(spec: ModelSpec, build: Build) -> Decoder:
-    """A decoder whose parameters are still to be set."""
-    return Decoder(spec, build)
+def build_model(spec: ModelSpec, build: Build, methods: Methods | None = None) -> Decoder:
+    """A decoder whose parameters are still to be set; its weights are as `methods` say.
+
+    Raises ConfigError where a layer cannot be quantized so.
+    """
+    decoder = Decoder(spec, build)
+    if methods is None or methods.quantized is None:
+        return decoder
+    names = family_of(spec.architecture).names
+    for dotted, layer in decoder.named_layers():
+        if isinstance(layer, Linear):
+            weights = [names(f"{dotted}.weight", part.name) for part in layer.parts]
+            layer.use(methods.of([name.removesuffix(".weight") for name in weights]))
+        elif isinstance(layer, Experts):
+            refuse_experts(methods, layer, dotted, names)
+    return decoder
+
+
+def refuse_experts(methods: Methods, layer: Experts, dotted: str, names: Names) -> None:
+    """Routed experts have no quantized form yet. Raises ConfigError unless theirs are plain."""
+    part = layer.param_specs()["down"].parts[0]
+    module = names(f"{dotted}.down", part.name).removesuffix(".weight")
+    if methods.of([module]) is not methods.plain:
+        raise ConfigError(
+            f"routed experts ({module}) quantized as {methods.scheme} are not supported; use "
+            "weights in bfloat16, float16 or float32",
+            "quantization",
+        )
+
+
+def parameter_names(names: Names) -> Names:
+    """The family's names for quantized parameters too: a weight's, with another suffix."""
+
+    def named(dotted: str, part: str) -> str:
+        layer, _, parameter = dotted.rpartition(".")
+        if parameter not in QUANTIZED:
+            return names(dotted, part)
+        return f"{names(f'{layer}.weight', part).removesuffix('.weight')}.{parameter}"
+
+    return named
 
 
 def load_weights(
@@ -76,8 +125,17 @@ def load_weights(
     return load(
         decoder,
         checkpoint,
-        family.names,
-        ignored=family.ignored_names(decoder.spec),
+        parameter_names(family.names),
+        ignored=(*family.ignored_names(decoder.spec), *UNUSED),
+        elsewhere=frozenset(_of_other_stages(decoder, family.names)),
         progress=progress,
         device=device,
     )
+
+
+def _of_other_stages(decoder: Decoder, names: Names) -> Iterator[str]:
+    """What the other stages of a pipeline may read, quantized or not."""
+    for stage in decoder.other_stages():
+        for name in checkpoint_names(stage, names):
+            yield name
+            yield from (f"{name.removesuffix('.weight')}.{suffix}" for suffix in QUANTIZED)

@@ -28,6 +28,10 @@ class Reader:
         """True if the key is there and not null."""
         return self._values.get(key) is not None
 
+    def keys(self) -> tuple[str, ...]:
+        """All keys, in the file's order."""
+        return tuple(self._values)
+
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number not below `least`; without a default the key must be there."""
         value = self._get(key, default)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from octavo.forward import ForwardBatch
-from octavo.layers.attention import Attention
+from octavo.layers.attention import Attention, chosen
 from octavo.layers.build import Build
 from octavo.layers.experts import MoE
 from octavo.layers.latent import LatentAttention
@@ -43,14 +43,18 @@ class SparseBlock:
             self.mlp = MLP(build, hidden, spec.intermediate_size, bias=spec.mlp_bias)
 
     def __call__(
-        self, change: Tensor | None, residual: Tensor, batch: ForwardBatch
+        self,
+        change: Tensor | None,
+        residual: Tensor,
+        batch: ForwardBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Takes and gives (change, residual), both [T, H]; see `decoder.Block`."""
         if change is None:
             normed = self.attention_norm(residual)
         else:
             normed, residual = self.attention_norm.add(change, residual)
-        change = self.attention(normed, batch)
+        change, residual = self.attention(normed, batch, rows), chosen(residual, rows)
         normed, residual = self.mlp_norm.add(change, residual)
         return self.mlp(normed), residual
 

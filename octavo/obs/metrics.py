@@ -31,6 +31,7 @@ from octavo.obs.http import HttpMetrics
 from octavo.obs.instruments import Counter, Gauge, Histogram, Instrument, Labels, exposition
 from octavo.obs.merge import Family, merge, registry_of, snapshot
 from octavo.obs.stats import RequestTimes, Throughput
+from octavo.obs.streams import StreamMetrics
 from octavo.obs.tenants import TenantMetrics
 from octavo.obs.triton import TritonMetrics
 from octavo.types import StepStats
@@ -114,6 +115,8 @@ class Metrics:
         self._make_sizes()
         self._http = HttpMetrics()
         self._instruments += self._http.instruments
+        self.streams = StreamMetrics(model_name)
+        self._instruments += self.streams.instruments
         self.throughput = Throughput()
         self._tenants = TenantMetrics(model_name)
         self._instruments += self._tenants.instruments

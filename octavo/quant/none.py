@@ -18,6 +18,7 @@ class Unquantized:
     __slots__ = ("_dtype", "_ops")
 
     name = "none"
+    by_rows = True
 
     def __init__(self, ops: Ops, dtype: torch.dtype) -> None:
         self._ops = ops
@@ -27,17 +28,7 @@ class Unquantized:
         self, in_features: int, parts: tuple[Part, ...], in_start: int, in_full: int
     ) -> dict[str, ParamSpec]:
         """One matrix, cut in either dimension."""
-        rows = sum(part.size for part in parts)
-        spec = ParamSpec(
-            (rows, in_features),
-            self._dtype,
-            parts,
-            out_dim=0,
-            in_dim=1,
-            in_start=in_start,
-            in_full=in_full,
-        )
-        return {"weight": spec}
+        return {"weight": matrix(self._dtype, in_features, parts, in_start, in_full)}
 
     def finish(self, params: dict[str, Tensor]) -> PackedWeight:
         """Hands the matrix to the kernels' own packing."""
@@ -46,3 +37,26 @@ class Unquantized:
     def apply(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out]."""
         return self._ops.linear(x, weight, bias, None)
+
+
+def matrix(
+    dtype: torch.dtype,
+    in_features: int,
+    parts: tuple[Part, ...],
+    in_start: int,
+    in_full: int,
+    *,
+    kept_bytes: int | None = None,
+) -> ParamSpec:
+    """A whole weight [rows, columns], cut in either dimension."""
+    rows = sum(part.size for part in parts)
+    return ParamSpec(
+        (rows, in_features),
+        dtype,
+        parts,
+        out_dim=0,
+        in_dim=1,
+        in_start=in_start,
+        in_full=in_full,
+        kept_bytes=kept_bytes,
+    )

@@ -27,6 +27,7 @@ from octavo.server.context import (
 from octavo.server.decode import ignored_header
 from octavo.server.exchange import Exchange, exchange_of
 from octavo.server.generation import Job
+from octavo.server.kept import HEADER, seconds_of
 from octavo.server.prompts import Prompt
 from octavo.server.refusals import Refusals
 from octavo.server.schema import Generation
@@ -52,6 +53,7 @@ class Call:
     tenant: str = ""
     weight: float = 1.0  # of the tenant's share
     timeline: Timeline | None = None
+    resume: float = 0.0  # seconds that a broken stream is kept; 0 ends it at once
 
     def job(self, prompts: list[Prompt], params: SamplingParams, *, silent: bool = False) -> Job:
         """What goes to the engine."""
@@ -109,6 +111,7 @@ def begin(
     if key is not None and not key.share_cache:
         salt = f"{key.name}\0{salt}"
     deadline = deadline_of(request.headers, body.timeout, arrival, default=settings.request_timeout)
+    resume = seconds_of(request.headers, settings.keep.seconds)
     id = f"{prefix}-{name}"
     return Call(
         serving=serving,
@@ -123,6 +126,7 @@ def begin(
         tenant="" if key is None else key.name,
         weight=1.0 if key is None else key.weight,
         timeline=begin_timeline(serving, exchange, id, request.url.path),
+        resume=resume,
     )
 
 
@@ -153,6 +157,8 @@ def head(call: Call, kind: str) -> dict[str, object]:
 def finish(response: Response, call: Call) -> Response:
     """Add the headers of this call."""
     response.headers.update(call.headers)
+    if call.resume:
+        response.headers[HEADER] = f"{call.resume:g}"
     if call.timeline is not None:
         response.headers["Server-Timing"] = call.timeline.header()
     return response

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from octavo.errors import OctavoError
 from octavo.obs.timeline import Timelines
-from octavo.server import health, kserve, models, openapi, operate, timeline, triton
+from octavo.server import health, kserve, models, openapi, operate, resume, timeline, triton
 from octavo.server.auth import Auth
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
@@ -33,12 +33,15 @@ from octavo.server.middleware import Edge
 from octavo.server.responses import create_response
 from octavo.server.settings import ServerSettings
 
+# headers of answers that browsers may read
+EXPOSED = ("X-Request-Id", "X-Ignored-Params", "X-Octavo-Resume", "Retry-After", "Server-Timing")
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 # of a model of /v2: last part of the path, method, handler; the one without a last part comes last
 KSERVE_ACTIONS: list[tuple[str, str, Handler]] = [
     ("/generate", "POST", triton.generate),
-    ("/generate_stream", "POST", triton.generate_stream),
+    ("/generate_stream", "POST", resume.resumable(triton.generate_stream)),
     ("/infer", "POST", triton.infer),
     ("/ready", "GET", kserve.model_ready),
     ("/config", "GET", kserve.model_config),
@@ -55,14 +58,15 @@ INVOKED: dict[str, Handler] = {
 
 # path, methods, handler
 ROUTES: list[tuple[str, list[str], Handler]] = [
-    ("/v1/chat/completions", ["POST"], chat_completions),
-    ("/v1/completions", ["POST"], completions),
-    ("/v1/responses", ["POST"], create_response),
+    ("/v1/chat/completions", ["POST"], resume.resumable(chat_completions)),
+    ("/v1/completions", ["POST"], resume.resumable(completions)),
+    ("/v1/responses", ["POST"], resume.resumable(create_response)),
     ("/v1/embeddings", ["POST"], embeddings),
     ("/v1/models", ["GET"], models.list_models),
     ("/v1/models/{name:path}", ["GET"], models.show_model),
     ("/v1/requests/{id}/timeline", ["GET"], timeline.show),
-    ("/invocations", ["POST"], invocations(INVOKED)),
+    ("/v1/requests/{id}/stream", ["GET"], resume.show),
+    ("/invocations", ["POST"], resume.resumable(invocations(INVOKED))),
     ("/tokenize", ["POST"], models.tokenize),
     ("/detokenize", ["POST"], models.detokenize),
     ("/health", ["GET"], health.ready),
@@ -124,7 +128,7 @@ def _middleware(serving: Serving) -> list[Middleware]:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
-            expose_headers=("X-Request-Id", "X-Ignored-Params", "Retry-After", "Server-Timing"),
+            expose_headers=EXPOSED,
         )
         stack.append(cors)
     if keys := (*keys_of(settings.api_keys), *settings.keys):

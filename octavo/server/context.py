@@ -6,8 +6,9 @@ Not for: routes (`app.py`) or bodies (`decode.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.requests import Request
 
@@ -17,9 +18,18 @@ from octavo.obs.timeline import Timelines
 from octavo.server.decode import shorten
 from octavo.server.engine import Engine
 from octavo.server.errors import UnavailableError
+from octavo.server.kept import Streams
 from octavo.server.settings import ServerSettings
 
 MAX_PRIORITY = 2**31
+
+
+class Everybody(Protocol):
+    """Asks all processes of this server, this one too, or the one of number `to`."""
+
+    async def __call__(self, op: str, to: int = 0) -> list[bytes]:
+        """What those have said that had something to say."""
+        ...
 
 
 @dataclass(slots=True)
@@ -30,10 +40,13 @@ class Serving:
     settings: ServerSettings
     in_flight: int = 0
     timelines: Timelines | None = None  # None: requests are not written down
-    # Asks all processes of this server, this one too, and gives what each has said; None if
-    # there is one process.
-    everybody: Callable[[str], Awaitable[list[bytes]]] | None = None
+    everybody: Everybody | None = None  # None if there is one process
+    index: int = 0  # of this process, from 1, if there are several
     started: int = field(default_factory=lambda: int(time.time()))
+    streams: Streams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.streams = Streams(self.settings.keep, self.engine.metrics.streams)
 
     @property
     def fingerprint(self) -> str:

@@ -25,7 +25,10 @@ from octavo.server.stream import PIECES_KEY
 GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/invocations"}
 )
-GENERATING_BELOW = "/v2/models/", ("/generate", "/generate_stream", "/infer")
+GENERATING_BELOW = (
+    ("/v2/models/", ("/generate", "/generate_stream", "/infer")),
+    ("/v1/requests/", ("/stream",)),
+)
 # Asked for all the time and telling nothing: left out of the HTTP metrics.
 UNCOUNTED = OPEN_PATHS | {"/metrics", "/load", "/version", "/server_info"}
 
@@ -33,8 +36,9 @@ log = Log(__name__)
 
 
 def _generates(path: str) -> bool:
-    first, last = GENERATING_BELOW
-    return path in GENERATING or (path.startswith(first) and path.endswith(last))
+    return path in GENERATING or any(
+        path.startswith(first) and path.endswith(last) for first, last in GENERATING_BELOW
+    )
 
 
 class Edge:

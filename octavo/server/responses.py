@@ -20,6 +20,7 @@ from octavo.server.calls import read_choice
 from octavo.server.chat import prepare
 from octavo.server.context import serving_of
 from octavo.server.errors import describe, json_response
+from octavo.server.feed import Framing
 from octavo.server.generation import Counter, Job, Usage
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.reading import Plan
@@ -27,7 +28,7 @@ from octavo.server.refusals import CHAT_REFUSED, RESPONSES_REFUSED
 from octavo.server.response_input import NAMES, chat_request
 from octavo.server.response_items import Items
 from octavo.server.schema import ChatRequest, ResponsesRequest
-from octavo.server.stream import Framing, log, stream, whole
+from octavo.server.stream import log, stream, whole
 from octavo.text.assembler import Delta, TokenLogprob
 
 REFUSED = {

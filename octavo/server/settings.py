@@ -5,8 +5,9 @@ Frozen; made by the launcher from the options. Not for: options of the engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from octavo.server.kept import KeepLimits
 from octavo.server.keys import Key
 
 MIB = 2**20
@@ -41,6 +42,7 @@ class ServerSettings:
     slow_reader_limit: float = 30.0  # a client that takes no byte for so long is cut
     keep_alive_interval: float = 0.0  # of comments in silent streams; 0 is off
     loading_retry_after: float = 2.0
+    keep: KeepLimits = field(default_factory=KeepLimits)  # streams for clients that come back
 
 
 @dataclass(frozen=True, slots=True)

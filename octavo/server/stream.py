@@ -4,7 +4,7 @@ The order: for each choice an opening (chat: the role), its content, and its fin
 last content; then the usage if asked for; then `data: [DONE]`. An error before the first delta is
 an ordinary error answer; after it, it is an error event and then `[DONE]`. A client that goes away
 or takes no byte for the written limit ends the request in the engine. Not for: the JSON of
-chunks (`chat.py`, `completions.py`).
+chunks (`chat.py`, `completions.py`), streams that outlive their connection (`kept.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -20,12 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import DeadlineExceeded, OctavoError
+from octavo.errors import DeadlineExceeded, InvalidRequest, OctavoError
 from octavo.log import Log
 from octavo.server.answer import Call, finish
 from octavo.server.errors import ClientGone, describe
+from octavo.server.feed import Chunks, Feed, Framing, Outlet
 from octavo.server.generation import Choice, Following, Job, Usage, fold
-from octavo.text.assembler import Delta
+from octavo.server.kept import HEADER
+from octavo.server.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -47,18 +49,6 @@ class Pieces(Protocol):
 
     def write(self, data: bytes) -> bool:
         """False where one has to wait, or nobody listens."""
-        ...
-
-
-class Chunks(Protocol):
-    """Writes the events of one answer."""
-
-    def write(self, index: int, delta: Delta) -> bytes:
-        """Events of a delta, the choice's opening before its first; empty if there is no news."""
-        ...
-
-    def usage(self) -> bytes:
-        """The event with the counts, empty if it was not asked for."""
         ...
 
 
@@ -109,14 +99,6 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """What differs between the protocols that stream events."""
-
-    done: bytes  # the closing event
-    error: Callable[[Exception], bytes]  # an error as an event
-
-
 def error_event(error: Exception) -> bytes:
     """An error as an event. What nobody foresaw goes to the log, not to the client."""
     if not isinstance(error, OctavoError):
@@ -134,129 +116,81 @@ async def stream(
 
     With keep-alive comments on, the stream begins without news after their interval.
     """
-    settings = call.serving.settings
-    await call.serving.engine.compile(job.params)
-    feed = Feed(chunks, framing)
-    following = Following(call.serving.engine, job, feed)
+    serving, outlet = call.serving, Outlet()
+    await serving.engine.compile(job.params)
+    kept = None
+    if call.resume:
+        kept = serving.streams.keep(call.id, call.tenant, call.resume, outlet)
+    feed = Feed(chunks, framing, kept or outlet)
     try:
-        if settings.keep_alive_interval:
-            await _settled(request, feed.begun, settings.keep_alive_interval)
-        else:
-            await until_gone(request, feed.begun, call.deadline)
-        feed.begin()
+        following = Following(serving.engine, job, feed)
     except BaseException:
-        following.close()
+        if kept is not None:
+            kept.drop()
         raise
-    response = EventStream(
-        feed,
-        following,
-        slow_limit=settings.slow_reader_limit,
-        keep_alive=settings.keep_alive_interval,
-    )
-    return finish(response, call)
+    if kept is not None:
+        kept.on_drop = following.close
+    close = following.close if kept is None else kept.drop
+    try:
+        await _begin(request, call, feed)
+    except ClientGone:
+        if kept is None or feed.failed:
+            close()
+        else:
+            feed.begin()
+            kept.leave(outlet)
+        raise
+    except BaseException:
+        close()
+        raise
+    leave = following.close if kept is None else partial(kept.leave, outlet)
+    return finish(events_of(serving.settings, outlet, leave), call)
+
+
+async def _begin(request: Request, call: Call, feed: Feed) -> None:
+    """Returns when events may be sent. Raises what came instead of them."""
+    interval = call.serving.settings.keep_alive_interval
+    if interval:
+        await _settled(request, feed.begun, interval)
+    else:
+        await until_gone(request, feed.begun, call.deadline)
+    feed.begin()
 
 
 async def whole(request: Request, call: Call, job: Job) -> tuple[list[Choice], Usage]:
     """The answer in one piece."""
+    if call.resume:
+        raise InvalidRequest(f"{HEADER} goes with stream = true only.", HEADER)
     await call.serving.engine.compile(job.params)
     work = asyncio.ensure_future(fold(call.serving.engine, job))
     return await until_gone(request, work, call.deadline)
 
 
-class Feed:
-    """The bytes of a stream, between the engine's news and the socket.
-
-    As long as the socket takes all, news is written within the call that brings it. What the
-    socket does not take collects here, and goes out in one piece when it can.
-    """
-
-    def __init__(self, chunks: Chunks, framing: Framing) -> None:
-        self._chunks = chunks
-        self._framing = framing
-        self._pending: list[bytes] = []
-        self._write: Callable[[bytes], bool] | None = None  # while nobody else is writing
-        self._news = asyncio.Event()  # something is pending, or the end has come
-        self._has_begun = False
-        self._error: Exception | None = None  # instead of a stream
-        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended = False
-
-    def news(self, index: int, delta: Delta) -> None:
-        """What is new of one choice."""
-        data = self._chunks.write(index, delta)
-        if data:
-            self._put(data)
-        if not self._has_begun:
-            self._open()
-
-    def end(self, error: Exception | None) -> None:
-        """The last events; an error before anything else is kept for `begin`."""
-        self.ended = True
-        self._news.set()
-        if error is not None and not self._has_begun:
-            self._error = error
-            self._open()
-            return
-        try:
-            last = self._chunks.usage() if error is None else self._framing.error(error)
-        except Exception as problem:
-            last = self._framing.error(problem)
-        self._put(last + self._framing.done)
-
-    def _open(self) -> None:
-        self._has_begun = True
-        if not self.begun.done():
-            self.begun.set_result(None)
-
-    def begin(self) -> None:
-        """From now on errors are events. Raises the one that came before."""
-        if self._error is not None:
-            raise self._error
-        self._has_begun = True
-
-    def take(self) -> bytes:
-        """All that is pending; the caller writes from now on."""
-        self._write = None
-        self._news.clear()
-        data = b"".join(self._pending)
-        self._pending.clear()
-        return data
-
-    async def wait(self, write: Callable[[bytes], bool] | None, patience: float) -> bool:
-        """Waits for something to take, while news goes through `write`; False after `patience`."""
-        if self._pending or self.ended:
-            return True
-        self._write = write
-        if not patience:
-            await self._news.wait()
-            return True
-        try:
-            async with asyncio.timeout(patience):
-                await self._news.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def _put(self, data: bytes) -> None:
-        if self._write is not None and self._write(data):
-            return
-        self._write = None
-        self._pending.append(data)
-        self._news.set()
+def events_of(settings: ServerSettings, outlet: Outlet, leave: Callable[[], None]) -> EventStream:
+    """The answer that sends what an outlet is given."""
+    return EventStream(
+        outlet,
+        leave,
+        slow_limit=settings.slow_reader_limit,
+        keep_alive=settings.keep_alive_interval,
+    )
 
 
 class EventStream(Response):
-    """Sends the events of a feed; ends early if the client is gone or does not read."""
+    """Sends the events of an outlet; ends early if the client is gone or does not read.
+
+    `leave` is called when nothing more is sent, for whatever reason.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, feed: Feed, following: Following, *, slow_limit: float, keep_alive: float
+        self, outlet: Outlet, leave: Callable[[], None], *, slow_limit: float, keep_alive: float
     ) -> None:
         super().__init__(None, headers=HEADERS)
         del self.headers["content-length"]
-        self._feed = feed
-        self._following = following
+        self._outlet = outlet
+        self._leave = leave
         self._slow_limit = slow_limit
         self._keep_alive = keep_alive
         self._sending = 0.0  # since when a send has been waiting; 0 if none is
@@ -276,29 +210,31 @@ class EventStream(Response):
                 tasks[0].result()
             elif tasks[2] in done:
                 log.warning("slow_reader_cut", seconds=self._slow_limit)
+            if tasks[2] in done or self._outlet.was_cut:
                 drop = state.get(ABORT_KEY)
                 if drop is not None:
                     drop()
         finally:
-            self._following.close()
+            self._leave()
             for task in tasks:
                 await _cancel(task)
 
     async def _send_all(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
-        loop, feed = asyncio.get_running_loop(), self._feed
+        loop, outlet = asyncio.get_running_loop(), self._outlet
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while True:
-            data = feed.take()
+            data = outlet.take()
             if not data:
-                if feed.ended:
+                if outlet.ended:
                     break
-                if await feed.wait(write, self._keep_alive):
+                if await outlet.wait(write, self._keep_alive):
                     continue
                 data = KEEP_ALIVE
             self._sending = loop.time()
             await send({"type": "http.response.body", "body": data, "more_body": True})
             self._sending = 0.0
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not outlet.was_cut:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stuck(self) -> None:
         loop = asyncio.get_running_loop()

@@ -24,11 +24,12 @@ from octavo.server.completions import completion_job, prompt_text
 from octavo.server.context import Serving, serving_of
 from octavo.server.decode import check_names, parse_object, shorten, to_record
 from octavo.server.errors import json_response, named_as_sent
+from octavo.server.feed import Framing
 from octavo.server.generation import Choice, Job, Usage
 from octavo.server.kserve import VERSION, described, in_triton_words, served_model
 from octavo.server.refusals import COMPLETION_REFUSED, Refusals, refuse_unsupported
 from octavo.server.schema import CompletionRequest
-from octavo.server.stream import Framing, stream, whole
+from octavo.server.stream import stream, whole
 from octavo.server.tensors import (
     HEAD_LENGTH,
     InferHead,

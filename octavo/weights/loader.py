@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, TypeAlias
@@ -30,6 +30,7 @@ Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all) o
 SHOWN = 20  # names in one error
 NOISE_LENGTH = 1_000_003  # prime, so that rows of equal length do not repeat each other
 NOISE_SCALE = 0.02
+FP8_WIDTH = 80.0  # of noise in 8-bit floats, whose scales make it as small as other noise
 UNIFORM_SCALE = 0.03  # of noise that is drawn on a device
 # A rope table that some checkpoints carry; it follows from the config.
 ALWAYS_IGNORED = (r".*\.rotary_emb\.inv_freq",)
@@ -90,6 +91,7 @@ def load(
     names: Names,
     *,
     ignored: Sequence[str] = (),
+    elsewhere: Set[str] = frozenset(),
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> LoadReport:
@@ -97,12 +99,12 @@ def load(
 
     `names("blocks.0.attention.qkv.weight", "q")` gives the checkpoint's name of one part (the part
     is "" if not fused). `ignored` are regular expressions of checkpoint names that may be left
-    over (a tied head's copy, other stages' layers). Raises CheckpointError with the names that
-    are missing, left over, or of the wrong shape.
+    over (a tied head's copy), and `elsewhere` names that other stages read. Raises CheckpointError
+    with the names that are missing, left over, or of the wrong shape.
     """
     params = _plan(model, checkpoint, names)
     used = {piece.entry.name: piece.entry for param in params for piece in param.pieces}
-    left = _left_over(checkpoint, used, (*ALWAYS_IGNORED, *ignored))
+    left = _left_over(checkpoint, used.keys() | elsewhere, (*ALWAYS_IGNORED, *ignored))
     total = sum(_piece_bytes(piece) for param in params for piece in param.pieces)
     done, param_bytes = 0, 0
     by_layer: dict[str, list[_Param]] = {}
@@ -120,24 +122,47 @@ def load(
     return LoadReport(len(used), done, param_bytes, left)
 
 
+def checkpoint_names(model: FillableModel, names: Names) -> Iterator[str]:
+    """What the checkpoint calls all that `model` needs."""
+    for layer_name, layer in model.named_layers():
+        for name, spec in layer.param_specs().items():
+            for part in spec.parts:
+                yield names(f"{layer_name}.{name}", part.name)
+
+
 def load_dummy(model: FillableModel, *, seed: int = 0, device: str = "cpu") -> LoadReport:
     """Fills every layer with small random values that depend on `seed` and the parameter's name.
 
     Vectors called "weight" are the norms' and lie about one, so that activations keep their
     size. On the CPU the values are a stretch of one noise, so this runs at the speed of copying;
-    elsewhere they are drawn on the device, where that is as fast.
+    elsewhere they are drawn on the device, where that is as fast. On "meta" there are no values,
+    and the report says what would be allocated.
     """
-    noise = _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
+    noise = _maker(seed, device)
     param_bytes = 0
     for prefix, layer in model.named_layers():
         for name, spec in layer.param_specs().items():
-            tensor = noise.stretch(f"{prefix}.{name}", spec)
+            tensor = _made_up(noise, f"{prefix}.{name}", spec, device)
             if name == "weight" and tensor.dim() == 1:
                 tensor += 1
             param_bytes += tensor.numel() * tensor.element_size()
             layer.set_param(name, tensor)
         layer.finish()
     return LoadReport(0, 0, param_bytes, ())
+
+
+def _maker(seed: int, device: str) -> _Noise | _DeviceNoise | _NoNoise:
+    if device == "meta":
+        return _NoNoise()
+    return _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
+
+
+def _made_up(
+    noise: _Noise | _DeviceNoise | _NoNoise, name: str, spec: ParamSpec, device: str
+) -> Tensor:
+    if spec.dummy is not None:
+        return torch.full(spec.shape, spec.dummy, dtype=spec.dtype, device=device)
+    return noise.stretch(name, spec)
 
 
 class _Noise:
@@ -165,11 +190,20 @@ class _Noise:
     def _as(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._by_dtype:
             if dtype.is_floating_point:
-                scaled = (self._normal * NOISE_SCALE).to(dtype)
+                wide = FP8_WIDTH if dtype.itemsize == 1 else NOISE_SCALE
+                scaled = (self._normal * wide).to(dtype)
             else:  # packed weights: all bits count
                 scaled = (self._normal * 1e6).to(torch.int64).to(dtype)
             self._by_dtype[dtype] = scaled
         return self._by_dtype[dtype]
+
+
+class _NoNoise:
+    """Sizes alone."""
+
+    def stretch(self, name: str, spec: ParamSpec) -> Tensor:
+        """A tensor of `spec` without memory."""
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 class _DeviceNoise:
@@ -182,13 +216,19 @@ class _DeviceNoise:
 
     def stretch(self, name: str, spec: ParamSpec) -> Tensor:
         """As much noise as `spec` needs, from a seed that the name takes part in; norms are 0."""
-        if not spec.dtype.is_floating_point:
-            raise CheckpointError(f"{name}: no made-up values of {spec.dtype} on {self._device}")
         values = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         if values.dim() == 1:
             return values.zero_()
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
         self._generator.manual_seed(int.from_bytes(digest, "little"))
+        if not spec.dtype.is_floating_point:  # packed weights: all bits count
+            least, most = torch.iinfo(spec.dtype).min, torch.iinfo(spec.dtype).max
+            return values.random_(least, most, generator=self._generator)
+        if spec.dtype.itemsize == 1:
+            for row in torch.split(values, 4096):  # torch draws no 8-bit floats
+                wide = torch.empty(row.shape, dtype=torch.bfloat16, device=self._device)
+                row.copy_(wide.normal_(0, FP8_WIDTH, generator=self._generator))
+            return values
         return values.uniform_(-UNIFORM_SCALE, UNIFORM_SCALE, generator=self._generator)
 
 
@@ -208,7 +248,7 @@ def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_P
                     missing.append(theirs)
                     continue
                 expected = _expected_shape(spec, part)
-                if entry.shape != expected:
+                if not _same_shape(entry.shape, expected, scales=spec.dummy is not None):
                     wrong.append(
                         f"{theirs}: the config expects {list(expected)}, "
                         f"{entry.file.name} has {list(entry.shape)}"
@@ -231,17 +271,24 @@ def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_P
 
 def _expected_shape(spec: ParamSpec, part: Part) -> tuple[int, ...]:
     """The whole checkpoint tensor's shape."""
+    if spec.repeat == 0:
+        return ()
     shape = list(spec.shape)
     if shape:
-        shape[spec.out_dim or 0] = part.full
+        shape[spec.out_dim or 0] = -(-part.full // spec.repeat)
     if spec.in_dim is not None:
         shape[spec.in_dim] = spec.in_full or shape[spec.in_dim]
     return tuple(shape)
 
 
-def _left_over(
-    checkpoint: Checkpoint, used: dict[str, TensorEntry], ignored: Sequence[str]
-) -> tuple[str, ...]:
+def _same_shape(found: tuple[int, ...], expected: tuple[int, ...], *, scales: bool) -> bool:
+    """True if they are alike; writers of scales differ in dimensions of 1."""
+    if not scales:
+        return found == expected
+    return [size for size in found if size != 1] == [size for size in expected if size != 1]
+
+
+def _left_over(checkpoint: Checkpoint, used: Set[str], ignored: Sequence[str]) -> tuple[str, ...]:
     """Names that may be left over. Raises CheckpointError if there are others."""
     patterns = [re.compile(pattern) for pattern in ignored]
     left: list[str] = []
@@ -289,12 +336,31 @@ def _fill(param: _Param) -> Tensor:
 
 def _read_piece(piece: _Piece, spec: ParamSpec, columns: slice | None) -> Tensor:
     """This rank's rectangle. Output rows are the first dimension, inputs the last, in all files."""
-    rows = slice(piece.part.start, piece.part.start + piece.part.size)
+    part = piece.part
+    if spec.repeat != 1:
+        return _read_repeated(piece, spec, columns)
+    rows = slice(part.start, part.start + part.size)
     if spec.out_dim not in (None, 0):
         # A transposed layout, as some packed formats have: the parts lie along another dimension.
         whole = read_tensor(piece.entry, spec.dtype)
-        cut = whole.narrow(spec.out_dim or 0, rows.start, piece.part.size)
+        cut = whole.narrow(spec.out_dim or 0, rows.start, part.size)
         if columns is None or spec.in_dim is None:
             return cut.contiguous()
         return cut.narrow(spec.in_dim, columns.start, columns.stop - columns.start).contiguous()
+    if len(piece.entry.shape) != len(spec.shape):  # scales with or without dimensions of 1
+        whole = read_tensor(piece.entry, spec.dtype).view(_expected_shape(spec, part))
+        cut = whole[rows]
+        return (cut if columns is None else cut[..., columns]).contiguous()
     return read_tensor(piece.entry, spec.dtype, rows=rows, columns=columns)
+
+
+def _read_repeated(piece: _Piece, spec: ParamSpec, columns: slice | None) -> Tensor:
+    """A rectangle whose rows each stand for several of the checkpoint's tensor's."""
+    part = piece.part
+    whole = read_tensor(piece.entry, spec.dtype)
+    if spec.repeat == 0:
+        return whole.view(1).expand(part.size, *spec.shape[1:]).contiguous()
+    first, last = part.start // spec.repeat, -(-(part.start + part.size) // spec.repeat)
+    every = whole[first:last].repeat_interleave(spec.repeat, 0)
+    cut = every.narrow(0, part.start - first * spec.repeat, part.size)
+    return (cut if columns is None else cut[..., columns]).contiguous()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -19,6 +21,21 @@ class Part:
     size: int  # rows on this rank
     full: int  # rows in the checkpoint
     start: int  # first row on this rank, in the checkpoint
+
+    def in_units(self, unit: int, what: str) -> Part:
+        """The same, counted in `unit` rows; only the tensor's last unit may be broken.
+
+        Raises ConfigError where the rank's rows begin or end within a unit of `what`.
+        """
+        end = self.start + self.size
+        if self.start % unit or (end % unit and end != self.full):
+            raise ConfigError(
+                f"{what} hold {unit} rows, and this rank's rows {self.start} to {end} of "
+                f"{self.full} begin or end within one; use another tensor_parallel_size",
+                "tensor_parallel_size",
+            )
+        size = -(-end // unit) - self.start // unit
+        return Part(self.name, size, -(-self.full // unit), self.start // unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +54,7 @@ class ParamSpec:
     in_dim: int | None = None
     in_start: int = 0
     in_full: int = 0
+    # A row of the checkpoint's tensor stands for so many of ours; 0: one number stands for all.
+    repeat: int = 1
+    dummy: float | None = None  # what made-up weights have here; None: noise
+    kept_bytes: int | None = None  # that stay once the layer is finished; None: the parameter's own

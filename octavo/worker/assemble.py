@@ -6,7 +6,7 @@ Next file: `models/load.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,7 +18,7 @@ import torch
 from octavo.attention.base import AttentionBackend, AttentionNeed
 from octavo.attention.select import select as select_attention
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import WorkerConfig
+from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
@@ -26,12 +26,15 @@ from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
 from octavo.models.decoder import Decoder
+from octavo.models.divide import check_sizes
 from octavo.models.fused import fuse
 from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.quantization import read_scheme
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
-from octavo.quant.none import Unquantized
+from octavo.quant.scheme import Kind, Scheme
+from octavo.quant.select import methods_of, note_of
 from octavo.weights.loader import LoadReport, load_dummy
 from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
@@ -48,7 +51,11 @@ _FP8 = MappingProxyType(
 )
 Bytes = Callable[[int, int], None]  # (bytes read, bytes in all)
 
-INT8 = "int8"  # weights in 8 bits, made from those of the checkpoint
+# Made of the checkpoint's weights as they are loaded.
+INT8: Kind = "int8"
+INT4: Kind = "int4"
+FP8: Kind = "fp8"
+ONLINE: Mapping[str, Kind] = MappingProxyType({kind: kind for kind in (FP8, INT8, INT4)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,17 @@ class Choices:
     attention: AttentionBackend
     need: AttentionNeed
     notes: tuple[str, ...]
+    scheme: Scheme | None = None  # of the weights
 
 
-def open_device(config: WorkerConfig) -> Device:
-    """The device that the config names. Raises ConfigError if it cannot be used."""
+def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
+    """The device that the config names. Raises ConfigError if it cannot be used.
+
+    Ranks of one machine share its cores, and take one GPU each, from the one named on.
+    """
+    place = place or Place()
     if config.device == "cpu":
-        return CpuDevice(config.threads)
+        return CpuDevice(config.threads, sharers=place.local_size)
     name, _, index = config.device.partition(":")
     if name != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(
@@ -76,28 +88,51 @@ def open_device(config: WorkerConfig) -> Device:
         )
     from octavo.device.cuda_queue import CudaQueue
 
-    return CudaQueue(int(index or "0"), cache_dir=config.cache_dir)
+    return CudaQueue(int(index or "0") + place.local_rank, cache_dir=config.cache_dir)
 
 
 def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     """The checkpoint and its spec. Raises CheckpointError and ConfigError."""
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
-    if spec.quantization:
-        raise ConfigError(
-            f"the checkpoint's quantization {spec.quantization!r} is not supported; use a "
-            "checkpoint with weights in bfloat16, float16 or float32, or a GGUF file",
-            "quantization",
-        )
-    if config.quantization not in (None, INT8):
-        raise ConfigError(
-            f"quantization {config.quantization!r} is not known; use {INT8}, or leave it out",
-            "quantization",
-        )
+    check_sizes(spec, config.parallel.tensor, config.parallel.pipeline)
     return checkpoint, spec
 
 
-def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
+def scheme_of(config: WorkerConfig, checkpoint: Checkpoint) -> Scheme | None:
+    """How the model's weights are quantized, by the checkpoint or by the option.
+
+    Raises ConfigError if the two contradict each other.
+    """
+    found = read_scheme({**checkpoint.config, **dict(config.hf_overrides)})
+    asked = config.quantization
+    if asked is None or (found is not None and asked == found.form):
+        return found
+    if asked not in ONLINE:
+        has = f"is {found.form}" if found else "has plain weights"
+        raise ConfigError(
+            f"quantization is {asked!r}, but the checkpoint {has}; leave it out, or use "
+            f"{', '.join(ONLINE)}",
+            "quantization",
+        )
+    if found is None:
+        return None if asked == INT8 else Scheme("online", ONLINE[asked])
+    if asked == FP8 or (asked == INT4 and found.kind != "int4"):
+        raise ConfigError(
+            f"quantization is {asked!r}, but the checkpoint is quantized already ({found}); "
+            "leave it out",
+            "quantization",
+        )
+    return found
+
+
+def choose(
+    config: WorkerConfig,
+    spec: ModelSpec,
+    device: Device,
+    scheme: Scheme | None = None,
+    mesh: Mesh | None = None,
+) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
     ops, kernel_notes = select_kernels(
@@ -110,41 +145,50 @@ def choose(config: WorkerConfig, spec: ModelSpec, device: Device) -> Choices:
     )
     need = attention_need(
         spec,
-        mesh=Mesh.single(),
+        mesh=mesh or Mesh.single(),
         device=device.name,
         block_size=_block_size(config, device),
         dtype=dtype,
         cache_dtype=_cache_dtype(config, dtype),
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
-    notes = (dtype_note, *kernel_notes, *attention_notes)
-    return Choices(spec, dtype, ops, attention, need, notes)
+    weights = () if scheme is None else (note_of(scheme, ops, dtype),)
+    notes = (dtype_note, *kernel_notes, *weights, *attention_notes)
+    return Choices(spec, dtype, ops, attention, need, notes, scheme)
 
 
-def build(config: WorkerConfig, choices: Choices, device: Device) -> Decoder:
+def build(
+    config: WorkerConfig,
+    choices: Choices,
+    device: Device,
+    checkpoint: Checkpoint,
+    mesh: Mesh | None = None,
+) -> Decoder:
     """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
     longest = config.max_model_len or 0
     spec = choices.spec
     if 0 < longest < spec.max_model_len:
         spec = replace(spec, max_model_len=longest)
+    methods = methods_of(choices.scheme, choices.ops, choices.dtype, checkpoint.tensors.keys())
     return build_model(
         spec,
         Build(
-            mesh=Mesh.single(),
+            mesh=mesh or Mesh.single(),
             device=device.name,
             dtype=choices.dtype,
             ops=choices.ops,
-            quant=Unquantized(choices.ops, choices.dtype),
+            quant=methods.plain,
             attention=choices.attention,
             need=choices.need,
         ),
+        methods,
     )
 
 
 def check_room(decoder: Decoder, free_bytes: int) -> None:
     """Refuses a model whose weights alone are more than the memory left. Raises ConfigError."""
     needed = sum(
-        prod(param.shape) * param.dtype.itemsize
+        prod(param.shape) * param.dtype.itemsize if param.kept_bytes is None else param.kept_bytes
         for _, layer in decoder.named_layers()
         for param in layer.param_specs().values()
     )
@@ -166,10 +210,13 @@ def fill(
 
 
 def shortened(decoder: Decoder) -> Decoder:
-    """The same with one block of each kind: it launches all kernels that the whole one does."""
+    """The same with one block of each kind, and the last: it launches all kernels of the whole one.
+
+    The last block is not like others: it may work for the tokens alone that are sampled.
+    """
     short = copy(decoder)
     kinds = {(block.attention.need, type(block.mlp)): block for block in reversed(decoder.blocks)}
-    short.blocks = tuple(kinds.values())
+    short.blocks = (*kinds.values(), *decoder.blocks[-1:])
     return short
 
 

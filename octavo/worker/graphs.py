@@ -46,7 +46,8 @@ class Eager:
         """See `Forward`."""
         batch = replace(batch, attn=self._attention.plan(batch))
         if len(rows.sampled) == 0:
-            self._model.hidden(input_ids, batch)
+            # One token, as none cannot be asked for.
+            self._model.hidden(input_ids, batch, batch.q_indptr[:1])
             return None
         return self._model.forward(input_ids, batch)
 
@@ -164,7 +165,7 @@ class Graphs:
         if len(rows.sampled) == 0:
             return None
         if rows.longest > 1:
-            return self._model.logits(found.index_select(0, batch.sample_rows))
+            return self._model.logits(found[: len(rows.sampled)])
         if len(rows.sampled) == number:
             return Drawn(found[:number])
         return found.index_select(0, batch.sample_rows)
@@ -193,11 +194,11 @@ class Graphs:
         return self._device.record(lambda: self._work(ids, batch, form, draw=draw))
 
     def _work(self, ids: Tensor, batch: ForwardBatch, form: str | None, *, draw: bool) -> Tensor:
-        """Logits if tokens are drawn, else hidden states."""
-        attn = self._attention.plan(batch, form)
-        hidden = self._model.hidden(ids, replace(batch, attn=attn))
+        """Logits if tokens are drawn, else hidden states of the first sampled rows."""
+        batch = replace(batch, attn=self._attention.plan(batch, form))
         if not draw:
-            return hidden
+            return self._model.hidden(ids, batch, batch.sample_rows)
+        hidden = self._model.hidden(ids, batch)
         logits = self._model.logits(hidden)
         self._draw(logits)
         return logits

@@ -34,8 +34,8 @@ class Model(Protocol):
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """i32[T] -> logits f32[S, V] of `batch.sample_rows`; the caller may change them."""
 
-    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        """i32[T] -> [T, H] after the last norm."""
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """i32[T] -> [T, H] after the last norm; with `rows` i32[S] [S, H] of such tokens alone."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> f32[n, V]."""
@@ -112,8 +112,17 @@ class Runner:
     """Runs plans in order on one model with one cache."""
 
     def __init__(
-        self, *, model: Model, forward: Forward, slots: SlotTable, inputs: Inputs, chooser: Chooser
+        self,
+        *,
+        model: Model,
+        forward: Forward,
+        slots: SlotTable,
+        inputs: Inputs,
+        chooser: Chooser,
+        last_stage: bool = True,
     ) -> None:
+        """A runner of a stage that is not the last hands hidden states on, and has no results."""
+        self._last_stage = last_stage
         self._model = model
         self._forward = forward
         self._slots = slots
@@ -132,7 +141,10 @@ class Runner:
         input_ids, batch = self._inputs.fill(plan, rows, self._forward.size(rows))
         logits: Tensor | Drawn | None
         extras = Extras()
-        if (rows.flags & (PROMPT_LOGPROBS | POOL)).any():
+        if not self._last_stage:
+            self._forward.hidden(input_ids, batch)
+            logits = None
+        elif (rows.flags & (PROMPT_LOGPROBS | POOL)).any():
             logits = self._with_prompts(input_ids, batch, rows, extras)
         else:
             logits = self._forward.logits(input_ids, batch, rows)

@@ -171,9 +171,11 @@ class StagedInputs:
         step.block_table[: size.rows] = self._scratch
         step.settings[:, : size.rows] = 0
         step.sample_slots[: size.rows] = self._limits.num_slots
+        step.sample_rows[: size.rows] = 0
         batch = self._view(size)
         if not decode:
-            batch = replace(batch, num_decodes=0, max_q=size.tokens)
+            sampled = step.sample_rows[: size.rows]
+            batch = replace(batch, num_decodes=0, max_q=size.tokens, sample_rows=sampled)
         return step.ids[: size.tokens], batch
 
     def _next_staging(self) -> Staging:

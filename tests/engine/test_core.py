@@ -6,7 +6,7 @@ import pytest
 
 from octavo.engine.core import FailedStep
 from octavo.errors import EngineDead
-from octavo.types import AddRequest, StepPlan
+from octavo.types import PREPARE, AddRequest, Grammar, StepPlan
 from tests.engine.machine import Behaviour, Injected
 from tests.engine.test_scheduler import Bench
 
@@ -69,6 +69,54 @@ def test_lost_executor_is_the_end() -> None:
     bench.core.close()
     with pytest.raises(EngineDead, match="Injected: poisoned 1"):
         bench.core.step()
+
+
+class Compiling:
+    """Stands for a worker that needs a while for each grammar."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, float]] = []
+        self.ready: set[str] = set()
+
+    def control(self, op: str, **args: str) -> dict[str, str]:
+        assert op == PREPARE
+        self.asked.append((args["text"], float(args["seconds"])))
+        return {"ready": str(args["text"] in self.ready).lower()}
+
+
+def with_form(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> tuple[AddRequest, Compiling]:
+    worker = Compiling()
+    monkeypatch.setattr(bench.machine, "control", worker.control)
+    grammar = Grammar("heavy", end_ids=(0,))
+    return bench.add([1, 2, 3], 4, params={"grammar": grammar}), worker
+
+
+def test_a_form_that_is_being_compiled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    first = bench.add([5, 6], 8)
+    formed, worker = with_form(bench, monkeypatch)
+    after = bench.add([7, 8], 8)
+    for _ in range(3):
+        assert bench.plan().num_rows == 2
+    assert not bench.of(formed)
+    assert all(seconds == 0 for _, seconds in worker.asked), "others must not wait for it"
+    worker.ready.add("heavy")
+    assert bench.plan().num_rows == 3
+    bench.finish()
+    bench.check_alone(first, after)
+    assert len(bench.ids(formed)) > 0
+
+
+def test_a_form_alone_is_waited_for_and_may_be_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    formed, worker = with_form(bench, monkeypatch)
+    assert bench.core.has_work()
+    assert bench.core.step() is None
+    assert worker.asked[-1][1] > 0, "a little patience, and no idle turns"
+    bench.core.abort([formed.id])
+    bench.finish()
+    assert bench.last(formed).reason == "abort"
+    assert not bench.core.has_work()
 
 
 def test_nothing_to_do() -> None:

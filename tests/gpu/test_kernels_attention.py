@@ -16,9 +16,11 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
+from octavo.attention import triton as attention
 from octavo.attention.prefill import TritonRows
 from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
 from octavo.kernels.triton import attention_tiles as tiles
+from octavo.kernels.triton import rotary
 from octavo.kernels.triton.launch import gpu_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -293,6 +295,61 @@ def test_fused_equals_apart(device: torch.device, norms: bool) -> None:
         q, k = (reference.rms_norm(x, w, 1e-6) for x, w in zip((q, k), weights, strict=True))
     q, k = reference.rope(q, k, batch.positions, table)
     assert distance(found, backend.forward(q, k, v, 0, need, batch)) < 1e-5
+
+
+@pytest.mark.parametrize(("norms", "form"), [(False, UNEVEN), (True, EVEN)])
+@pytest.mark.parametrize("changes", CASES)
+def test_newest_tokens_within_attention(
+    device: torch.device,
+    changes: dict[str, object],
+    norms: bool,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all rows decode: the same results and the same pages as of a launch before it."""
+    monkeypatch.setattr(attention, "TURNS", True)
+    need = make_need(device, **changes)
+    backend = TritonAttention()
+    lens = [1, 16, 17, 150, 3, 129]
+    batch = make_batch(need, backend, [1] * len(lens), lens)
+    backend.reserve(len(lens))
+    slots = batch.slot_map.clone()
+    slots[2] = -1
+    batch = replace(batch, slot_map=slots)
+    size, heads = need.head_dim, need.num_heads + 2 * need.num_kv_heads
+    qkv = torch.randn(len(lens), heads * size, device=device).to(need.dtype)
+    weights = [torch.rand(size, device=device).to(need.dtype) if norms else None for _ in "qk"]
+    sinks = torch.randn(need.num_heads, device=device) * 2 if need.sinks else None
+    rules = HeadRules(torch.randn(200, size, device=device), weights[0], weights[1], 1e-6, sinks)
+    apart = replace(
+        batch,
+        kv=KVCache((batch.kv.keys[0].clone(),), (batch.kv.values[0].clone(),), need.block_size),
+    )
+    poison_allocator(device)
+    planned = backend.plan(batch, form)
+    found = backend.forward_fused(qkv, rules, 0, need, replace(batch, attn=planned))
+    q = rotary.rope_store(
+        qkv,
+        apart.kv.keys[0],
+        apart.kv.values[0],
+        positions=batch.positions,
+        slot_map=slots,
+        num_heads=need.num_heads,
+        cos_sin=rules.cos_sin,
+        query_norm=rules.query_norm,
+        key_norm=rules.key_norm,
+        eps=rules.eps,
+        key_scale=need.key_scale,
+        value_scale=need.value_scale,
+    )
+    expected = dense(q, need, apart, sinks)
+    stored = torch.tensor([0, 1, 3, 4, 5])  # what is not stored nobody can compare
+    assert distance(found[stored], expected[stored]) < bound(device, need.dtype)
+    for one, other in ((batch.kv.keys, apart.kv.keys), (batch.kv.values, apart.kv.values)):
+        new, old = one[0].float(), other[0].float()
+        assert torch.equal(new.isnan(), old.isnan())
+        error = distance(new.nan_to_num(), old.nan_to_num())
+        assert error < bound(device, need.dtype, need.cache_dtype)
 
 
 @pytest.mark.parametrize("cache", [E4M3, E5M2])

@@ -6,7 +6,9 @@ Each refusal names the field, and what is wrong; the next demand is served as ev
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import InvalidRequest, RequestFailed
+from octavo.errors import InvalidRequest, Overloaded, RequestFailed
+from octavo.grammar import checker as checker_module
 from octavo.grammar import compiler as module
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.request import StructuralTag, StructuredOutputs, Tag, structured_outputs
@@ -31,6 +34,15 @@ def nested(levels: int, keyword: str = "items") -> dict[str, Any]:
         else:
             schema = {keyword: [schema]}
     return schema
+
+
+def deep(levels: int) -> list[Any]:
+    """A value."""
+    return [deep(levels - 1)] if levels else []
+
+
+def numbered(number: float) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"const": number}}, "required": ["a"]}
 
 
 # What a message must say, and the schema.
@@ -95,10 +107,13 @@ SCHEMAS: list[tuple[str, Any]] = [
     ("maxLength", {"type": "string", "maxLenght": 3}),
     ("nested too deep", nested(100)),
     ("nested too deep", nested(2000)),
+    ("nested too deep", nested(61)),
+    ("nested too deep", {"const": deep(150)}),
+    ("required property", {"oneOf": [numbered(1), {"type": "object"}]}),
     ("nested too deep", nested(100, "anyOf")),
     ("too wide", {"anyOf": [{} for _ in range(25_000)]}),
     ("too large", {"description": "x" * 2**19}),
-    ("max is 2000", {**OBJECT, "properties": {f"p{i}": True for i in range(3000)}}),
+    ("use at most 480", {**OBJECT, "properties": {f"p{i}": True for i in range(3000)}}),
     ("as an object", []),
     ("no JSON schema", "{"),
     ("no JSON schema", ""),
@@ -248,18 +263,73 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def test_what_takes_too_long_is_ended_and_others_go_on(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SECONDS", 0.0)
     fresh = StructuredOutputs(choice=[str(random.random())])
-    slow = json.dumps({"enum": [str(i) for i in range(9000)]})
+    slow = StructuredOutputs(json=json.dumps({"enum": [str(i) for i in range(9000)]}))
+    for lane in (compiler._quick, compiler._slow):
+        monkeypatch.setattr(lane, "seconds", 0.001)
     with pytest.raises(InvalidRequest, match="seconds to compile"):
-        compiler.compile(StructuredOutputs(json=slow))
+        compiler.compile(slow)
     monkeypatch.undo()
     assert compiler.compile(fresh).text
+    assert compiler.known(slow) is None, "another moment may judge differently"
+
+
+HEAVY = "({letter}{{1000}}){{1000}}"  # takes more time than there is
+
+
+def test_demands_that_take_long_do_not_hold_up_others(compiler: GrammarCompiler) -> None:
+    heavy = [StructuredOutputs(regex=HEAVY.format(letter=letter)) for letter in "abcdefghij"]
+    futures = [compiler.submit(demand) for demand in heavy]
+    begun = time.process_time()
+    good = [
+        compiler.submit(StructuredOutputs(choice=[f"{number} {random.random()}"]))
+        for number in range(8)
+    ]
+    assert all(future.result(60).text for future in good)
+    ahead = sum(future.done() for future in futures)
+    assert ahead < len(heavy), "those that take long must not all have been waited for"
+    ends = [future.exception(60) for future in futures]
+    kinds = {type(end) for end in ends}
+    assert kinds == {InvalidRequest, Overloaded}, ends
+    assert sum(isinstance(end, InvalidRequest) for end in ends) < len(heavy) / 2
+    assert all(end.retry_after >= 1 for end in ends if isinstance(end, Overloaded))
+    assert time.process_time() - begun < 1, "nothing is compiled in this process"
+
+
+def test_time_is_of_the_processor(compiler: GrammarCompiler) -> None:
+    """A process that does not get to run is not late: its time counts when it works."""
+    checkers = [compiler._quick._free[-1]]
+    pids = [checker._process.pid for checker in checkers]
+    demand = StructuredOutputs(choice=[str(random.random())])
+    future = None
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        future = compiler._quick._threads.submit(compiler._quick.judge, demand)
+        time.sleep(2 * module.QUICK_SECONDS)
+        assert not future.done()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    verdict = future.result(30)
+    assert verdict is not None
+    assert verdict.form is not None
+
+
+def test_a_busy_machine_is_no_fault_of_the_demand(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demand = StructuredOutputs(choice=[str(random.random())])
+    monkeypatch.setattr(checker_module, "WALL_SECONDS", 0.0)
+    with pytest.raises(Overloaded, match="too busy"):
+        compiler.compile(demand)
+    monkeypatch.undo()
+    assert compiler.compile(demand).text
 
 
 def test_a_process_that_died_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.compile(StructuredOutputs(choice=[str(random.random())]))
-    for checker in compiler._free:
+    for checker in compiler._quick._free:
         checker._process.kill()
         checker._process.wait()
     assert compiler.compile(StructuredOutputs(choice=[str(random.random())])).text
@@ -277,7 +347,7 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_demand(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demand = StructuredOutputs(choice=[str(random.random())])
-    monkeypatch.setattr(module, "START_SECONDS", 0.0)
+    monkeypatch.setattr(checker_module, "START_SECONDS", 0.0)
     fresh = GrammarCompiler(vocabulary())
     with pytest.raises(RequestFailed, match="did not start"):
         fresh.compile(demand)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.exclusive import exclude
 from octavo.grammar.matcher import Follower, Grammars
 from octavo.grammar.request import Preamble, StructuralTag, StructuredOutputs, Tag
 from octavo.types import Grammar
@@ -114,6 +115,48 @@ def test_a_schema_without_limits_bounds_numbers_and_blanks(
         run = len(text) - len(text.rstrip("0123456789"))
         assert 1 <= run <= 24, f"seed {seed}: {text}"
         assert "e" not in text or run <= 2
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        [{"const": 0}, {"const": 1}, {"const": 2.5}],
+        [{"enum": [1, 2]}, {"enum": [3, "1"]}],
+        [{"type": "string"}, {"type": "integer"}],
+        [{"const": True}, {"const": 1}],
+    ],
+)
+def test_one_of_schemas_told_apart_by_a_property(
+    compiler: GrammarCompiler, grammars: Grammars, marks: list[dict[str, object]]
+) -> None:
+    parts = [
+        {"type": "object", "properties": {"k": mark, f"v{i}": {"type": "null"}}, "required": ["k"]}
+        for i, mark in enumerate(marks)
+    ]
+    for schema in ({"oneOf": parts}, {"oneOf": marks}):
+        grammar = grammar_of(compiler, json=schema)
+        for seed in range(6):
+            value = json.loads(WORDS.text(walk(grammars, grammar, random.Random(seed))))
+            jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_what_may_be_one_value_does_not_exclude_each_other() -> None:
+    one = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
+    assert exclude(one, {**one, "properties": {"k": {"const": 2}}})
+    for other in (
+        {**one, "properties": {"k": {"const": 1.0}}},
+        {**one, "required": []},
+        {"type": "object"},
+        {"$ref": "#"},
+        True,
+    ):
+        assert not exclude(one, other), other
+    loose = [{"properties": {"k": {"const": i}}, "required": ["k"]} for i in range(2)]
+    assert not exclude(*loose), "both allow whatever is no object"
+    assert exclude(one, {**one, "properties": {"k": {"const": 2}}})
+    assert not exclude({"type": "integer"}, {"type": "number"})
+    assert not exclude({"const": {"a": 1, "b": [2]}}, {"const": {"b": [2.0], "a": 1}})
+    assert exclude({"const": True}, {"const": 1})
 
 
 def test_compact_json_has_no_blanks(compiler: GrammarCompiler, grammars: Grammars) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.attention.mla_sdpa import LatentSdpaAttention
+from octavo.attention.base import LatentFactors
+from octavo.attention.mla_sdpa import LatentSdpaAttention, expands
 from octavo.attention.select import select
 from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ from octavo.models.load import attention_need, build_model, load_weights
 from octavo.models.registry import read_spec
 from octavo.models.spec import MoeSpec
 from octavo.parallel.mesh import Mesh
-from tests.models.driver import Driver, Row, fill, make_build, parts_of
+from tests.models.driver import Driver, Row, fill, make_build, parts_of, start
 from tests.models.twins import CASES, make_twin, shared_twin
 
 MOE = MoeSpec(num_experts=8, top_k=3, intermediate_size=16, layers=(True,))
@@ -203,130 +204,52 @@ def test_long_prompts_cross_query_blocks_over_latents(monkeypatch: pytest.Monkey
     torch.testing.assert_close(found, twin.logits(prompt), rtol=1e-4, atol=1e-4)
 
 
-YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-V2_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 102400,
-    "max_position_embeddings": 163840,
-    "rope_scaling": YARN,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": False,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
-    "torch_dtype": "bfloat16",
-}
-V2: dict[str, Any] = {
-    **V2_LITE,
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "q_lora_rank": 1536,
-    "n_routed_experts": 160,
-    "moe_intermediate_size": 1536,
-    "topk_method": "group_limited_greedy",
-    "n_group": 8,
-    "topk_group": 3,
-    "routed_scaling_factor": 16.0,
-}
-V3: dict[str, Any] = {
-    **V2,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "vocab_size": 129280,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "num_nextn_predict_layers": 1,
-}
-MIXTRAL: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": None,
-}
-QWEN3_30B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "billions", "token_bytes"),
-    [
-        (MIXTRAL, 46.70, 32 * 2 * 8 * 128 * 2),
-        (QWEN3_30B, 30.53, 48 * 2 * 4 * 128 * 2),
-        (V2_LITE, 15.71, 27 * 576 * 2),
-        (V2, 235.74, 60 * 576 * 2),
-        (V3, 671.03, 61 * 576 * 2),
-    ],
-    ids=["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3"],
-)
-def test_full_size_configs_have_the_published_sizes(
-    config: dict[str, Any], billions: float, token_bytes: int
+@pytest.mark.parametrize("case", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3-halves"])
+@pytest.mark.parametrize("always", [True, False])
+def test_keys_and_values_may_be_made_or_not(
+    case: str, always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = replace(read_spec(config), max_model_len=64)
-    build = make_build(spec, dtype=torch.bfloat16)
-    count = sum(
-        math.prod(param.shape)
-        for _, layer in build_model(spec, build).named_layers()
-        for param in layer.param_specs().values()
+    """Whole, in chunks and after a shared prefix; a head at a time where they are made."""
+    monkeypatch.setattr("octavo.attention.mla_sdpa.expands", lambda *_: always)
+    monkeypatch.setattr("octavo.attention.mla_sdpa.EXPANDED", 1)
+    twin = shared_twin(case)
+    driver = start(read_spec(twin.config), twin.state, seed=twin.seed)
+    first = Row(twin.prompt(50))
+    exact = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(driver.run(first), twin.logits(first.tokens), **exact)
+    hit = driver.share(first, first.tokens[:40] + twin.prompt(30))
+    assert hit.computed == 32
+    wanted = twin.logits(hit.tokens)[32:]
+    torch.testing.assert_close(driver.run(hit, chunk=7), wanted, **exact)
+
+
+def test_making_keys_and_values_is_chosen_by_the_work_that_it_saves() -> None:
+    factors = LatentFactors(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
+    assert expands(0, 2, factors)  # nothing is made for the cache's sake
+    assert not expands(1024, 32, factors)
+    assert expands(1024, 128, factors)
+    assert expands(30_000, 512, factors)
+    assert not expands(0, 512, LatentFactors(torch.empty(4, 9, 8), torch.empty(4, 8, 9)))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_latents_in_8_bits_answer_as_rounding_allows(block_size: int) -> None:
+    """The cache holds FP8, without NaN from unwritten cells, and the logits stay near."""
+    twin = shared_twin("deepseek-v2")
+    spec = read_spec(twin.config)
+    need = attention_need(
+        spec,
+        mesh=Mesh.single(),
+        device="cpu",
+        block_size=block_size,
+        dtype=torch.float32,
+        cache_dtype=torch.float8_e4m3fn,
     )
-    assert round(count / 1e9, 2) == billions
-    layout = build.attention.layout(build.need, 3)
-    assert layout.layer_bytes * spec.num_layers == 3 * build.need.block_size * token_bytes
+    build = replace(make_build(spec, block_size=block_size), need=need)
+    decoder = fill(build_model(spec, build), twin.state)
+    driver = Driver(decoder, build, num_blocks=400, seed=twin.seed)
+    assert driver.kv.keys[0].dtype == torch.float8_e4m3fn
+    prompt = twin.prompt(60)
+    found, exact = driver.run(Row(list(prompt)), chunk=9), twin.logits(prompt)
+    error = float((found - exact).norm() / exact.norm())
+    assert 1e-4 < error < 0.2

@@ -48,7 +48,7 @@ class FakeModel:
     def logits_of(self, tokens: list[int]) -> np.ndarray:
         return (self.context_state(tokens).astype(np.float32) @ self.head).astype(np.float32)
 
-    def hidden(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
+    def hidden(self, input_ids: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
         keys, values = batch.kv.keys[0], batch.kv.values[0]
         size = batch.kv.block_size
         flat = batch.slot_map.long()
@@ -68,14 +68,15 @@ class FakeModel:
             tokens = [int(keys[block, at]) - 1 for block, at in cells]
             for end in range(length - (high - low) + 1, length + 1):
                 states.append(self.context_state(tokens[:end]))
-        return torch.from_numpy(np.array(states)).float()
+        found = torch.from_numpy(np.array(states)).float()
+        return found if rows is None else found[rows.long()]
 
     def logits(self, hidden: Tensor) -> Tensor:
         rows = [(row.numpy() @ self.head).astype(np.float32) for row in hidden]
         return torch.from_numpy(np.array(rows).reshape(len(rows), self.head.shape[1]))
 
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.logits(self.hidden(input_ids, batch)[batch.sample_rows.long()])
+        return self.logits(self.hidden(input_ids, batch, batch.sample_rows))
 
 
 class FakeAttention:

@@ -35,6 +35,21 @@ class Heads(ctypes.Structure):
     ]
 
 
+class ExpertShape(ctypes.Structure):
+    """`oct::ExpertShape`: sizes and packed weights of a layer's experts."""
+
+    _fields_ = [
+        ("experts", c_int),
+        ("hidden", c_int),
+        ("width", c_int),
+        ("top", c_int),
+        ("gate_up", c_int64),
+        ("down", c_int64),
+        ("gate_up_bytes", c_int64),
+        ("down_bytes", c_int64),
+    ]
+
+
 class StackShape(ctypes.Structure):
     """`oct::StackShape`: sizes and shared weights of a stack."""
 
@@ -88,6 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "oct_bf16": (c_int, ()),
     "oct_int8": (c_int, ()),
     "oct_plan_bytes": (c_int, ()),
+    "oct_expert_bytes": (c_int, ()),
     "oct_stack_bytes": (c_int, ()),
     "oct_step_bytes": (c_int, ()),
     "oct_pool_new": (_P, (_I,)),
@@ -104,6 +120,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _I,
         (_P, _I, _P, _P, _P, _P, _I, _P, _I, _P, _P, _P, c_long, _P, _P, _P),
     ),
+    "oct_experts": (_I, (_P, _I, _P, _P, _I, _P, _P, _P)),
     "oct_sample": (_I, (_P, _P, _I, _I, _P, _P, _P, _P, _P, _P, _P)),
     "oct_stack_new": (_P, (_I, _P, _P)),
     "oct_stack_free": (None, (_I, _P)),
@@ -126,6 +143,7 @@ class Library:
         self.call = _typed(ctypes.CDLL(str(path)))
         for structure, size in (
             (Heads, self.call.oct_plan_bytes()),
+            (ExpertShape, self.call.oct_expert_bytes()),
             (StackShape, self.call.oct_stack_bytes()),
             (StepArrays, self.call.oct_step_bytes()),
         ):

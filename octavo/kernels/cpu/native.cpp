@@ -4,6 +4,7 @@
 // not have. `dtype` is 0 for f32 and 1 for bf16. Pointers are to contiguous rows unless a stride,
 // counted in values, is given.
 #include "attention.h"
+#include "experts.h"
 #include "sample.h"
 #include "stack.h"
 
@@ -239,6 +240,23 @@ int oct_gelu_mul(void* pool, int dtype, const void* x, int rows, int size, void*
       }
     });
   });
+}
+
+int oct_expert_bytes() { return (int)sizeof(ExpertShape); }
+
+// x [T, H], chosen experts and their weights [T, top] -> y [T, H]. -2: an expert that is none.
+int oct_experts(void* pool, int dtype, const ExpertShape* shape, const void* x, int tokens,
+                const int* chosen, const float* weights, void* y) {
+  int wrong = 0;
+  const int none = with_types(dtype, [&](auto d, auto weight) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    Pool& p = *(Pool*)pool;
+    std::lock_guard<std::mutex> lock(p.busy());
+    static thread_local Experts<D, decltype(weight)> experts;
+    wrong = experts.run(p, *shape, (const T*)x, tokens, chosen, weights, (T*)y);
+  });
+  return none ? none : wrong;
 }
 
 int oct_plan_bytes() { return (int)sizeof(Heads); }

@@ -7,55 +7,20 @@ A row's result is the same bits in any batch and with any number of threads. Not
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.binding import DTYPES, INT8_WEIGHTS, Library
+from octavo.kernels.cpu.experts import NativeExperts
 from octavo.kernels.cpu.stack import NativeStack
-from octavo.kernels.ops import Ops, PackedWeight, SampleRows
+from octavo.kernels.ops import ExpertProduct, Ops, PackedWeight, SampleRows
 from octavo.kernels.stack import StackModel
 
 LAYOUT = "panels32"
 INT8_LAYOUT = "panels32-int8"
-HUGE_PAGE = 2 << 20
-REGION = 32 << 20
-
-
-class Arena:
-    """Memory for packed weights, handed out in order from large regions; freed with its views."""
-
-    __slots__ = ("_region", "_used")
-
-    def __init__(self) -> None:
-        self._region: Tensor | None = None
-        self._used = 0
-
-    def take(self, size: int) -> Tensor:
-        """u8[size], aligned to a cache line."""
-        size_aligned = -(-size // 64) * 64
-        if self._region is None or self._used + size_aligned > self._region.numel():
-            self._region = huge_region(max(REGION, size_aligned))
-            self._used = 0
-        view = self._region[self._used : self._used + size]
-        self._used += size_aligned
-        return view
-
-
-def huge_region(size: int) -> Tensor:
-    """u8[size or a little more] on a huge-page boundary; pages are taken when first written."""
-    size = -(-size // HUGE_PAGE) * HUGE_PAGE
-    raw = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
-    start = -raw.data_ptr() % HUGE_PAGE
-    region = raw[start : start + size]
-    # Advice only: without it the kernels are right, and slower by TLB misses.
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    libc.madvise(region.data_ptr(), size, mmap.MADV_HUGEPAGE)
-    return region
 
 
 class NativeOps:
@@ -92,6 +57,7 @@ class NativeOps:
             gelu_mul=self.gelu_mul,
             sample=self.sample,
             stack=self.stack,
+            experts=self.experts,
         )
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -256,6 +222,10 @@ class NativeOps:
             out.data_ptr(),
         )
         return out
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
+        """The product of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I]."""
+        return NativeExperts(self.library, self._weights, gate_up, down, dtype=self._dtype)
 
     def stack(self, model: StackModel) -> NativeStack | str:
         """A runner of the whole model, or the reason why it cannot be one."""

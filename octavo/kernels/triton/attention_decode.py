@@ -11,7 +11,7 @@ Flash-Decoding (Dao et al. 2023):
             its own: rows of very different lengths keep all processors busy
 
 Lengths are read on the device alone, so a captured graph serves any lengths. A row of length 0 is
-padding and gives zeros. Next file: `attention_plan.py`.
+padding and gives zeros. Next file: `attention_newest.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,21 @@ from octavo.kernels.triton.attention_math import (
     weights_of,
     widen_pairs,
 )
+from octavo.kernels.triton.attention_newest import (
+    Newest,
+    ask_for,
+    newest_score,
+    store_newest,
+    turned,
+    with_newest,
+)
 from octavo.kernels.triton.launch import pdl, power_of_2
+from octavo.kernels.triton.rotary import scaled
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SPLIT_CHUNK, LIST_CHUNK = 8, 16  # pieces that are merged at once
 MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
+AHEAD = 1  # blocks of a program that are asked for before the projection is done
 MOST_ROWS = 512  # of a batch, as a rule: one kernel lists the pieces of all of them
 
 
@@ -129,12 +139,13 @@ def _merged(
 
 @triton.jit(
     do_not_specialize=["num_items", "splits", "table_stride"],
-    do_not_specialize_on_alignment=["table_ptr", "lens_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
 )
 def decode_kernel(
-    q_ptr,  # [R, Q, D]
+    q_ptr,  # [R, Q, D], or with NEWEST [R, (Q + 2K) * D] as projected
     keys_ptr,  # [N, K, P, D]
     values_ptr,
+    stored_ptr,  # the values in the cache's own dtype
     table_ptr,  # i32[R, B]
     lens_ptr,  # i32[R]
     items_ptr,  # i32[3, W], read if LIST
@@ -143,6 +154,15 @@ def decode_kernel(
     partial_ptr,  # f32 [R * S or W, Q, D]
     lse_ptr,  # f32 [R * S or W, Q]
     arrived_ptr,  # i32[R, K]; zero before and after
+    positions_ptr,  # i32[R]; this and the next four as of `rotary.py`, read if NEWEST
+    slots_ptr,
+    turns_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    key_factor,
+    value_factor,
+    q_stride,  # of a row
     scale,
     value_scale,
     page_stride,
@@ -167,12 +187,18 @@ def decode_kernel(
     E4M3: tl.constexpr,
     CHUNK: tl.constexpr,  # splits that are merged at once
     HEADS: tl.constexpr,  # and of so many heads
+    NEWEST: tl.constexpr,  # the newest tokens are neither turned nor stored
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks that are asked for before the wait
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if AHEAD == 0:
+            gdc_wait()
     head = tl.program_id(1)
     if LIST:
         piece = tl.program_id(0)
@@ -181,7 +207,8 @@ def decode_kernel(
             return
         low = tl.load(items_ptr + num_items + piece) * BN
         high = tl.load(items_ptr + 2 * num_items + piece)
-        begin = tl.maximum(tl.load(lens_ptr + row) - WINDOW, 0) if WINDOW > 0 else 0
+        length = tl.load(lens_ptr + row)
+        begin = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     else:
         row = tl.program_id(0)
         piece = row * splits + tl.program_id(2)
@@ -191,11 +218,40 @@ def decode_kernel(
         span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
         low = (first + tl.program_id(2) * span) * BN
         high = tl.minimum(low + span * BN, length)
+    row_table = table_ptr + row.to(tl.int64) * table_stride
+    key_ptr = keys_ptr + head.to(tl.int64) * head_stride
+    if PAIRS:
+        value_ptr = values_ptr + head.to(tl.int64) * (head_stride // 2)
+    else:
+        value_ptr = values_ptr + head.to(tl.int64) * head_stride
+    owns = False
+    if NEWEST:
+        owns = (high == length) & (low < high)
+        high = tl.minimum(high, length - 1)
+    if AHEAD > 0:
+        for ahead in tl.static_range(AHEAD):
+            start = low + ahead * BN
+            if start < high:
+                offsets = page_offsets(row_table, start, high, page_stride, P, BN, D)
+                ask_for(key_ptr, offsets, D)
+                if PAIRS:
+                    ask_for(value_ptr, offsets // 2, D // 2)
+                else:
+                    ask_for(value_ptr, offsets, D)
+        if PDL:
+            gdc_wait()
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
     at = (head * G + g)[:, None] * D + d[None, :]
-    q = tl.load(q_ptr + row.to(tl.int64) * Q * D + at, mask=inside, other=0.0)
+    q_ptr += row.to(tl.int64) * q_stride
+    if NEWEST:
+        now = tl.load(positions_ptr + row)
+        own_heads = head * G + tl.minimum(g, G - 1)
+        q = turned(q_ptr, own_heads, now, q_norm_ptr, turns_ptr, eps, D, DP, NORM, ROPE)
+        q = tl.where((g < G)[:, None], q, tl.zeros_like(q))
+    else:
+        q = tl.load(q_ptr + at, mask=inside, other=0.0)
     if WIDE:
         q = q.to(tl.float16)
     best = tl.full([GP], LOWEST, tl.float32)
@@ -205,14 +261,10 @@ def decode_kernel(
             sink = tl.load(sinks_ptr + head * G + g, mask=g < G, other=0.0)
             best = tl.where(g < G, sink * LOG2_E, best)
             total = tl.where(g < G, 1.0, total)
-    row_table = table_ptr + row.to(tl.int64) * table_stride
-    key_ptr = keys_ptr + head.to(tl.int64) * head_stride
     if PAIRS:
         acc = tl.zeros([GP, DP // 2], tl.float32)  # even d
-        value_ptr = values_ptr + head.to(tl.int64) * (head_stride // 2)
     else:
         acc = tl.zeros([GP, DP], tl.float32)
-        value_ptr = values_ptr + head.to(tl.int64) * head_stride
     odd = acc  # odd d, if PAIRS
     for start in range(low, high, BN):
         position = start + tl.arange(0, BN)
@@ -238,6 +290,23 @@ def decode_kernel(
             )
     if PAIRS:
         acc = tl.interleave(acc, odd)
+    if NEWEST:
+        k_first = q_ptr + Q * D
+        own = head + tl.arange(0, 1)
+        k = turned(k_first, own, now, k_norm_ptr, turns_ptr, eps, D, DP, NORM, ROPE)
+        k = scaled(k, key_factor, SCALED).to(keys_ptr.dtype.element_ty)
+        v_first = k_first + (Q // G + head) * D
+        v = tl.load(v_first + d, mask=d < D, other=0.0)
+        v = scaled(v, value_factor, SCALED).to(keys_ptr.dtype.element_ty).to(tl.float32)
+        score = newest_score(q, k.to(q.dtype), scale, CAP)
+        new_best, total, weight = with_newest(best, total, score, owns, g < G)
+        acc = acc * tl.exp2(best - new_best)[:, None] + weight[:, None] * v[None, :]
+        best = new_best
+        if owns:
+            store_newest(
+                k, v_first, keys_ptr, stored_ptr, slots_ptr, row, head,
+                value_factor, page_stride, head_stride, P, D, DP, SCALED,
+            )  # fmt: skip
     out = acc * (value_scale / tl.maximum(total, 1e-30))[:, None]
     out_ptr += row.to(tl.int64) * Q * D
     if LIST:
@@ -310,12 +379,16 @@ def decode(
     pieces: Pieces,
     tile: Tile,
     out: Tensor,
+    *,
+    newest: Newest | None = None,
 ) -> None:
     """Attention of q [R, Q, D] over pages [N, K, P, D] by table i32[R, B] into out [R, Q, D].
 
     `lens` i32[R] counts the keys of each row, the newest included; they are stored already.
+    With `newest` that is done here, queries come from it, and `q` is not read; the pages of the
+    rows' other keys must have been written before the launch before this one.
     """
-    rows, num_heads, size = q.shape
+    rows, num_heads, size = out.shape
     _, kv_heads, page, _ = keys.shape
     listed = pieces.splits == 0
     num_items = pieces.items.shape[1]
@@ -324,10 +397,12 @@ def decode(
     early = pdl(q.device)
     pairs = keys.dtype in FP8 and early["PDL"]
     sinks = pieces.lse if heads.sinks is None else heads.sinks
+    new = newest or _stored(q, lens)
     decode_kernel[grid](
-        q,
+        new.qkv,
         keys,
         values.view(torch.int16) if pairs else values,
+        values,
         table,
         lens,
         pieces.items,
@@ -336,6 +411,15 @@ def decode(
         pieces.partial,
         pieces.lse,
         pieces.arrived,
+        new.positions,
+        new.slots,
+        lens if new.cos_sin is None else new.cos_sin,
+        q if new.query_norm is None else new.query_norm,
+        q if new.key_norm is None else new.key_norm,
+        new.eps,
+        1.0 / new.key_scale,
+        1.0 / new.value_scale,
+        new.qkv.stride(0),
         heads.scale,
         heads.value_scale,
         keys.stride(0),
@@ -360,6 +444,11 @@ def decode(
         E4M3=keys.dtype == torch.float8_e4m3fn,
         CHUNK=SPLIT_CHUNK,
         HEADS=min(MERGED_HEADS, power_of_2(group)),
+        NEWEST=newest is not None,
+        NORM=new.query_norm is not None,
+        ROPE=new.cos_sin is not None,
+        SCALED=(new.key_scale, new.value_scale) != (1.0, 1.0),
+        AHEAD=AHEAD if newest and early["PDL"] and not listed else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,
@@ -381,6 +470,11 @@ def decode(
         num_warps=4,
         **early,
     )
+
+
+def _stored(q: Tensor, ints: Tensor) -> Newest:
+    """Newest tokens that are turned and stored already: nothing of it is read but q."""
+    return Newest(q, ints, ints, None, None, None, 0.0, 1.0, 1.0)
 
 
 @triton.jit(

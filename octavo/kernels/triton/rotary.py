@@ -82,7 +82,7 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tens
 
 
 @triton.jit
-def _scaled(x, factor, SCALED: tl.constexpr):
+def scaled(x, factor, SCALED: tl.constexpr):
     if SCALED:
         return x.to(tl.float32) * factor
     else:
@@ -90,7 +90,7 @@ def _scaled(x, factor, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _clear_after(
+def clear_after(
     values_ptr,
     slots_ptr,
     token,
@@ -212,12 +212,12 @@ def rope_store_kernel(
             target += cell + (first_head + h[:, None]) * head_stride + pair[None, :]
             element = keys_ptr.dtype.element_ty
             factor = value_factor if of_value else key_factor
-            tl.store(target, _scaled(first, factor, SCALED).to(element), mask=inside)
-            tl.store(target + D // 2, _scaled(second, factor, SCALED).to(element), mask=inside)
+            tl.store(target, scaled(first, factor, SCALED).to(element), mask=inside)
+            tl.store(target + D // 2, scaled(second, factor, SCALED).to(element), mask=inside)
             if of_value:
                 for head in range(first_head, tl.minimum(first_head + HEADS, K)):
                     cell_of_head = cell + head * head_stride
-                    _clear_after(
+                    clear_after(
                         values_ptr, slots_ptr, token, slot, tokens, cell_of_head, P, D, 16, 2 * HALF
                     )
 
@@ -313,11 +313,11 @@ def store_kernel(
         source = (token * K + head) * D + column
         at = (slot // P).to(tl.int64) * page_stride + head * head_stride + (slot % P) * D
         element = keys_ptr.dtype.element_ty
-        k = _scaled(tl.load(k_ptr + source, mask=inside), key_factor, SCALED)
-        v = _scaled(tl.load(v_ptr + source, mask=inside), value_factor, SCALED)
+        k = scaled(tl.load(k_ptr + source, mask=inside), key_factor, SCALED)
+        v = scaled(tl.load(v_ptr + source, mask=inside), value_factor, SCALED)
         tl.store(keys_ptr + at + column, k.to(element), mask=inside)
         tl.store(values_ptr + at + column, v.to(element), mask=inside)
-        _clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, BLOCK)
+        clear_after(values_ptr, slots_ptr, token, slot, tokens, at, P, D, 16, BLOCK)
 
 
 def store(

@@ -37,6 +37,7 @@ from octavo.kernels.triton.launch import divide_up, gpu_of
 
 OUTPUTS = 64  # weight rows of a tile: what a warpgroup multiplies at once
 FEW = 16  # rows: what programs find is so small that it hardly matters how many share a tile
+JOINED_COLUMNS = 64  # of a block: its rows lie one after another, so halves of it are blocks too
 LEAST = 4  # column blocks of a program: fewer are not worth a sum over more programs
 LONG = 4096  # columns of a program with more rows
 MAX_ROWS = 64
@@ -59,17 +60,18 @@ class Cut:
     stages: int  # blocks of the ring
     span: int  # blocks of a program
     line: bool  # whether programs go on from one tile to the next
+    joined: bool = False  # gated: half of a tile's rows are gates, half what they let through
 
 
 @gluon.jit
 def _place(
     unit, per_tile, row_tiles, first_n, first_m,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, LINE: gl.constexpr,
+    BM: gl.constexpr, WIDE: gl.constexpr, BK: gl.constexpr, LINE: gl.constexpr,
 ):  # fmt: skip
     """(weight row, row of x, column) where a unit begins."""
     if LINE:
         tile = unit // per_tile
-        return tile // row_tiles * BN, tile % row_tiles * BM, unit % per_tile * BK
+        return tile // row_tiles * WIDE, tile % row_tiles * BM, unit % per_tile * BK
     else:
         return first_n, first_m, unit * BK
 
@@ -77,12 +79,15 @@ def _place(
 @gluon.jit
 def _fetch_weights(
     weight_desc, ring, full, slot, n, k, outputs, there,
-    BN: gl.constexpr, BK: gl.constexpr, SILU: gl.constexpr,
+    HIGH: gl.constexpr, BK: gl.constexpr, SILU: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights of a unit, and with SILU for their other half, if it is `there`."""
+    """Asks for the weights of a unit, and with SILU for their other half, if it is `there`.
+
+    The ring's slots are of HIGH weight rows here, two for a unit with SILU.
+    """
     HALVES: gl.constexpr = 2 if SILU else 1
     arrival = full.index(slot)
-    mbarrier.expect(arrival, HALVES * BN * BK * 2, pred=there)
+    mbarrier.expect(arrival, HALVES * HIGH * BK * 2, pred=there)
     for half in gl.static_range(HALVES):
         into = ring.index(HALVES * slot + half)
         at = [n + half * outputs, k]
@@ -94,6 +99,13 @@ def _fetch_rows(x_desc, ring, full, slot, m, k, there, BM: gl.constexpr, BK: gl.
     arrival = full.index(slot)
     mbarrier.expect(arrival, BM * BK * 2, pred=there)
     tma.async_copy_global_to_shared(x_desc, [m, k], arrival, ring.index(slot), pred=there)
+
+
+@gluon.jit
+def _halves(acc, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """[BN, BM] -> its upper and its lower rows, both [BN / 2, BM] in a slice of LAYOUT."""
+    both = gl.permute(gl.reshape(acc, [2, BN // 2, BM]), (1, 2, 0))
+    return gl.split(gl.convert_layout(both, LAYOUT))
 
 
 @gluon.jit
@@ -131,35 +143,45 @@ def _finish(
     acc, up, bias_ptr, out_ptr, partial_ptr, arrived_ptr, tile, first_n, first_m,
     piece, pieces, base, outputs, M,
     BM: gl.constexpr, BN: gl.constexpr, BIAS: gl.constexpr, SILU: gl.constexpr,
-    LINE: gl.constexpr, DTYPE: gl.constexpr,
+    LINE: gl.constexpr, JOINED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Stores a tile, or a piece of it; the program that ends last adds up the pieces."""
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [BN // 8, 256 // BN], [1, 4], [0, 1])
-    HALVES: gl.constexpr = 2 if SILU else 1
+    HALVES: gl.constexpr = 2 if SILU and not JOINED else 1
     CELLS: gl.constexpr = BN * BM
+    PAIRS: gl.constexpr = gl.BlockedLayout([4, 1, 2], [8, 4, 1], [1, 4, 1], [2, 0, 1])
+    PART: gl.constexpr = gl.SliceLayout(2, PAIRS)
     acc = gl.convert_layout(acc, OUT)
     up = gl.convert_layout(up, OUT)
     in_n = gl.arange(0, BN, gl.SliceLayout(1, OUT))
     in_m = gl.arange(0, BM, gl.SliceLayout(0, OUT))
-    n, m = first_n + in_n, first_m + in_m
+    if JOINED:
+        n = first_n + gl.arange(0, BN // 2, gl.SliceLayout(1, PART))
+        m = first_m + gl.arange(0, BM, gl.SliceLayout(0, PART))
+    else:
+        n, m = first_n + in_n, first_m + in_m
     if pieces == 1:
+        if JOINED:
+            acc, up = _halves(acc, BM, BN, PAIRS)
         _store(acc, up, bias_ptr, out_ptr, n, m, outputs, M, BIAS, SILU, DTYPE)
     else:
         cell = in_m[None, :] * BN + in_n[:, None]
         at = partial_ptr + _slot_of(piece, base, LINE) * (HALVES * CELLS)
         gl.store(at + cell, acc, cache_modifier=".cg")
-        if SILU:
+        if HALVES == 2:
             gl.store(at + CELLS + cell, up, cache_modifier=".cg")
         gl.thread_barrier()  # all of this program's stores come before its arrival
         if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == pieces - 1:
             gl.store(arrived_ptr + tile, 0)
             acc = gl.zeros([BN, BM], gl.float32, OUT)
-            up = gl.zeros([BN, BM], gl.float32, OUT)
+            up = acc
             for other in range(pieces):
                 part = partial_ptr + _slot_of(other, base, LINE) * (HALVES * CELLS)
                 acc += gl.load(part + cell, cache_modifier=".cg")
-                if SILU:
+                if HALVES == 2:
                     up += gl.load(part + CELLS + cell, cache_modifier=".cg")
+            if JOINED:
+                acc, up = _halves(acc, BM, BN, PAIRS)
             _store(acc, up, bias_ptr, out_ptr, n, m, outputs, M, BIAS, SILU, DTYPE)
 
 
@@ -183,6 +205,7 @@ def skinny_kernel(
     BIAS: gl.constexpr,
     SILU: gl.constexpr,
     LINE: gl.constexpr,
+    JOINED: gl.constexpr,  # SILU: a tile is of BN / 2 rows of each half, and BN rows together
 ):
     """out = x weight^T + bias; with SILU the halves are gate and up: out = silu(gate) * up.
 
@@ -191,32 +214,36 @@ def skinny_kernel(
     tile, that of weight rows t and rows r.
     """
     gdc_launch_dependents()
-    HALVES: gl.constexpr = 2 if SILU else 1
+    HALVES: gl.constexpr = 2 if SILU and not JOINED else 1  # of its sums
+    WIDE: gl.constexpr = BN // 2 if JOINED else BN  # outputs of a tile
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     DTYPE: gl.constexpr = x_desc.dtype
     weights = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES, BN, BK], weight_desc.layout)
+    fetched = weights
+    if JOINED:
+        fetched = weights._reinterpret(DTYPE, [STAGES * 2, WIDE, BK], weight_desc.layout)
     rows = gl.allocate_shared_memory(DTYPE, [STAGES, BM, BK], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for early in gl.static_range(STAGES):
         mbarrier.init(full.index(early), count=2)  # weights and rows each say what to expect
     gl.thread_barrier()
-    outputs = N // HALVES
+    outputs = N // 2 if SILU else N
     per_tile = gl.cdiv(K, BK)
     if LINE:
         start = gl.program_id(0) * span
-        stop = gl.minimum(start + span, gl.cdiv(outputs, BN) * row_tiles * per_tile)
+        stop = gl.minimum(start + span, gl.cdiv(outputs, WIDE) * row_tiles * per_tile)
     else:
         start = gl.program_id(1) * span
         stop = gl.minimum(start + span, per_tile)
-    own_n, own_m = gl.program_id(0) * BN, gl.program_id(2) * BM
+    own_n, own_m = gl.program_id(0) * WIDE, gl.program_id(2) * BM
     for early in gl.static_range(STAGES):
-        n, m, k = _place(start + early, per_tile, row_tiles, own_n, own_m, BM, BN, BK, LINE)
+        n, m, k = _place(start + early, per_tile, row_tiles, own_n, own_m, BM, WIDE, BK, LINE)
         _fetch_weights(
-            weight_desc, weights, full, early, n, k, outputs, start + early < stop, BN, BK, SILU
+            weight_desc, fetched, full, early, n, k, outputs, start + early < stop, WIDE, BK, SILU
         )  # fmt: skip
     gdc_wait()
     for early in gl.static_range(STAGES):
-        n, m, k = _place(start + early, per_tile, row_tiles, own_n, own_m, BM, BN, BK, LINE)
+        n, m, k = _place(start + early, per_tile, row_tiles, own_n, own_m, BM, WIDE, BK, LINE)
         _fetch_rows(x_desc, rows, full, early, m, k, start + early < stop, BM, BK)
     acc = gl.zeros([BN, BM], gl.float32, SUMS)
     up = gl.zeros([BN, BM], gl.float32, SUMS)
@@ -230,7 +257,7 @@ def skinny_kernel(
         x = rows.index(slot).permute((1, 0))
         left = weights.index(HALVES * slot)
         acc = warpgroup_mma(left, x, acc, use_acc=goes_on, is_async=True)
-        if SILU:
+        if HALVES == 2:
             left = weights.index(HALVES * slot + 1)
             up = warpgroup_mma(left, x, up, use_acc=goes_on, is_async=True)
             acc, up = warpgroup_mma_wait(2, deps=[acc, up])
@@ -241,29 +268,29 @@ def skinny_kernel(
         there = (turn > 0) & (later < stop)
         freed = (turn + STAGES - 1) % STAGES
         later_n, later_m, later_k = _place(
-            later, per_tile, row_tiles, own_n, own_m, BM, BN, BK, LINE
+            later, per_tile, row_tiles, own_n, own_m, BM, WIDE, BK, LINE
         )  # fmt: skip
         _fetch_weights(
-            weight_desc, weights, full, freed, later_n, later_k, outputs, there, BN, BK, SILU
+            weight_desc, fetched, full, freed, later_n, later_k, outputs, there, WIDE, BK, SILU
         )  # fmt: skip
         _fetch_rows(x_desc, rows, full, freed, later_m, later_k, there, BM, BK)
         if LINE:  # noqa: SIM102 - the one is known when compiled, the other is not
             if (unit % per_tile == per_tile - 1) | (unit == stop - 1):
-                if SILU:
+                if HALVES == 2:
                     acc, up = warpgroup_mma_wait(0, deps=[acc, up])
                 else:
                     acc = warpgroup_mma_wait(0, deps=[acc])
                 tile = unit // per_tile
                 first = tile * per_tile // span
                 last = ((tile + 1) * per_tile - 1) // span
-                at_n, at_m, _ = _place(unit, per_tile, row_tiles, 0, 0, BM, BN, BK, LINE)
+                at_n, at_m, _ = _place(unit, per_tile, row_tiles, 0, 0, BM, WIDE, BK, LINE)
                 _finish(
                     acc, up, bias_ptr, out_ptr, partial_ptr, arrived_ptr, tile, at_n, at_m,
                     gl.program_id(0) - first, last - first + 1, 2 * first, outputs, M,
-                    BM, BN, BIAS, SILU, LINE, DTYPE,
+                    BM, BN, BIAS, SILU, LINE, JOINED, DTYPE,
                 )  # fmt: skip
     if not LINE:
-        if SILU:
+        if HALVES == 2:
             acc, up = warpgroup_mma_wait(0, deps=[acc, up])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -272,7 +299,7 @@ def skinny_kernel(
         _finish(
             acc, up, bias_ptr, out_ptr, partial_ptr, arrived_ptr, tile, own_n, own_m,
             gl.program_id(1), pieces, tile * pieces, outputs, M,
-            BM, BN, BIAS, SILU, LINE, DTYPE,
+            BM, BN, BIAS, SILU, LINE, JOINED, DTYPE,
         )  # fmt: skip
 
 
@@ -305,15 +332,16 @@ def skinny(
 
     See `suits` for what x and weight may be. `cut` None is a choice by shape.
     """
-    halves = 2 if silu else 1
-    outputs = weight.shape[0] // halves
+    outputs = weight.shape[0] // 2 if silu else weight.shape[0]
     count, columns = x.shape
     out = torch.empty(count, outputs, dtype=out_dtype or x.dtype, device=x.device)
     if cut is None:
         cut = cut_of(count, outputs, columns, gpu_of(x.device).processors, gated=silu)
+    assert not cut.joined or (silu and cut.columns == JOINED_COLUMNS), cut
     room = _room_of(x.device)
     row_tiles, per_tile = divide_up(count, cut.rows), divide_up(columns, cut.columns)
-    tiles = divide_up(outputs, OUTPUTS)
+    wide = OUTPUTS // 2 if cut.joined else OUTPUTS
+    tiles = divide_up(outputs, wide)
     if cut.line:
         grid = (divide_up(tiles * row_tiles * per_tile, cut.span),)
         slots = 2 * grid[0]
@@ -322,10 +350,11 @@ def skinny(
         slots = tiles * row_tiles * grid[1]
     if cut.line or grid[1] > 1:
         assert tiles * row_tiles <= MOST_TILES, (outputs, count)
-        assert slots * halves * OUTPUTS * cut.rows <= MOST_CELLS, (slots, cut)
+        cells = (2 if silu else 1) * wide * cut.rows
+        assert slots * cells <= MOST_CELLS, (slots, cut)
     skinny_kernel[grid](
         TensorDescriptor.from_tensor(x.contiguous(), [cut.rows, cut.columns], LINES),
-        TensorDescriptor.from_tensor(weight, [OUTPUTS, cut.columns], LINES),
+        TensorDescriptor.from_tensor(weight, [wide, cut.columns], LINES),
         weight if bias is None else bias,
         out,
         room.partial,
@@ -342,6 +371,7 @@ def skinny(
         BIAS=bias is not None,
         SILU=silu,
         LINE=cut.line,
+        JOINED=cut.joined,
         num_warps=4,
         launch_pdl=True,
     )

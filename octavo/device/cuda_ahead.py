@@ -56,7 +56,7 @@ class Compilers:
 
     def close(self) -> None:
         """Ends the processes."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
 
 def name_versions() -> None:

@@ -35,6 +35,7 @@ from octavo.worker.assemble import (
     finish,
     open_device,
     open_model,
+    scale_cache,
     scheme_of,
     shortened,
 )
@@ -95,6 +96,7 @@ class Worker:
             check_room(decoder, device.free_memory())
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
+            cache_note = scale_cache(decoder, checkpoint, choices)
         with self._phase("fuse"):
             model, fuse_note = finish(decoder, choices.ops)
         if choices.ops.name != "native":
@@ -110,7 +112,14 @@ class Worker:
             self._runner = parts.runner
         with self._phase("warm-up"):
             warm_up_notes = self._warm_up(cache, choices.need.block_size)
-        notes = [*device.notes, *choices.notes, fuse_note, *cache.notes, *warm_up_notes]
+        notes = [
+            *device.notes,
+            *choices.notes,
+            *filter(None, (cache_note,)),
+            fuse_note,
+            *cache.notes,
+            *warm_up_notes,
+        ]
         if device.asynchronous:
             with self._phase("graphs"):
                 notes.append(parts.capture())

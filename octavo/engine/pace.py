@@ -14,6 +14,9 @@ from collections import deque
 
 LEAST_MARGIN = 0.0002  # seconds, beside what the host takes
 MOST_MARGIN = 0.004
+LARGE = 64  # tokens of a step that takes noticeably longer than one of a few
+UNKNOWN = 0.01  # seconds for each token of a large step, before one has been measured
+SLACK = 3.0  # times what was measured
 LEAST_WAIT = 0.00005  # shorter ones are not worth a sleep
 WIDER, NARROWER = 1.5, 0.995
 TRUST = 0.97  # of a prediction: steps differ, and early costs less than late
@@ -68,3 +71,22 @@ class Pace:
             return 0.0
         known_rows, seconds = self._decode
         return seconds * min(1.0, rows / known_rows)
+
+
+class Allowance:
+    """How long a step may take because of its size alone, so that it is not taken for a stall."""
+
+    __slots__ = ("_per_token",)
+
+    def __init__(self) -> None:
+        self._per_token = UNKNOWN
+
+    def landed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long; slower ones count at once, faster ones slowly."""
+        if tokens >= LARGE:
+            measured = SLACK * seconds / tokens
+            self._per_token = max(measured, 0.8 * self._per_token + 0.2 * measured)
+
+    def seconds(self, tokens: int) -> float:
+        """For steps that are under way and have so many tokens together; 0 for small ones."""
+        return tokens * self._per_token if tokens >= LARGE else 0.0

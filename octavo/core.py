@@ -1,14 +1,19 @@
 """The program of the engine-core process: builds worker, scheduler and core, then serves.
 
 Started by `supervisor.py` as `python -m octavo.core`; its settings come over standard input so that
-none of them stands on a command line. Torch is imported in here and never in the API process.
+none of them stands on a command line. Torch is imported in here and never in the API process, if
+told so before settings come: while the server opens the model's files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -19,7 +24,10 @@ from octavo.engine.process import Report, run
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.trace import Tracer
 from octavo.errors import OctavoError
+from octavo.executor.base import Executor
 from octavo.types import WorkerInfo
+
+GET_READY = b" "  # before the settings, where the model will run in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +41,16 @@ class CoreSettings:
 
 
 def build_core(
-    worker: WorkerConfig, scheduler: SchedulerConfig, report: Report
+    worker: WorkerConfig,
+    scheduler: SchedulerConfig,
+    report: Report,
+    folder: Path | None = None,
 ) -> tuple[EngineCore, WorkerInfo]:
-    """Starts a worker in this process and puts scheduler and core before it."""
-    from octavo.executor.local import LocalExecutor
+    """Starts the workers, one of them in this process, and puts scheduler and core before them.
 
-    executor = LocalExecutor(worker, report=report)
+    `folder` is private to this user, for sockets; one is made if it is left out and needed.
+    """
+    executor = _executor(worker, report, folder)
     info = executor.start()
     # What does not fit has been refused by the worker; see `worker/memory.py`.
     sized = replace(
@@ -53,18 +65,62 @@ def build_core(
     return EngineCore(Scheduler(sized, tracer), executor), info
 
 
+def _import_worker() -> None:
+    """What is wrong with it is told when it is imported again."""
+    with contextlib.suppress(Exception):
+        from octavo.executor.local import import_worker
+
+        import_worker()
+
+
+def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Executor:
+    """As `worker.parallel` says."""
+    if worker.parallel.backend == "uni":
+        from octavo.executor.local import LocalExecutor
+
+        return LocalExecutor(worker, report=report)
+    check_division(worker)
+    from octavo.executor.remote import RemoteExecutor
+    from octavo.executor.spawn import LocalCrew
+
+    crew = LocalCrew(worker.parallel, folder)
+    return RemoteExecutor(worker, crew, report=report, parent=os.getpid())
+
+
+def check_division(worker: WorkerConfig) -> None:
+    """Refuses a model that cannot be spread so, before processes are started for it.
+
+    Raises ConfigError or CheckpointError.
+    """
+    from octavo.checkpoint.checkpoint import open_checkpoint
+    from octavo.models.divide import check_sizes
+    from octavo.models.registry import read_spec
+
+    checkpoint = open_checkpoint(worker.model, load_format=worker.load_format)
+    spec = read_spec({**checkpoint.config, **dict(worker.hf_overrides)})
+    check_sizes(spec, worker.parallel.tensor, worker.parallel.pipeline)
+
+
 def main() -> int:
     """Reads the settings, serves until told to stop, and gives the exit code."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
     # Ctrl-C and service managers signal every process of a group; the API process drains first
     # and then says stop. Should it die instead, the heartbeat notices and ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    first = sys.stdin.buffer.read(1)
+    if first == GET_READY:
+        threading.Thread(target=_import_worker, name="import", daemon=True).start()
+    told = first + sys.stdin.buffer.read()
+    if not told.strip():
+        return 1  # the server could not open the model, and has said so
+    settings = msgspec.json.decode(told, type=CoreSettings)
     try:
         return run(
             settings.addresses,
             settings.parent,
-            lambda report: build_core(settings.worker, settings.scheduler, report),
+            lambda report: build_core(
+                settings.worker, settings.scheduler, report, settings.addresses[0].folder
+            ),
         )
     except OctavoError:
         return 1  # the client has been told, and tells the operator

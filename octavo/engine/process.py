@@ -157,6 +157,7 @@ class Heartbeat:
         self.detail = ""
         self.last_step = time.monotonic()
         self.pending = 0
+        self.core: EngineCore | None = None  # once there is one
         self._context = context
         self._addresses = addresses
         self._parent = parent
@@ -166,7 +167,10 @@ class Heartbeat:
         outbox = Outbox(self._context, self._addresses)
         while os.getppid() == self._parent:
             now = time.monotonic()
-            outbox.send_all(Progress(now, self.phase, self.last_step, self.pending, self.detail))
+            allowed = 0.0 if self.core is None else self.core.allowance
+            outbox.send_all(
+                Progress(now, self.phase, self.last_step, self.pending, self.detail, allowed)
+            )
             time.sleep(HEARTBEAT_SECONDS)
         os._exit(1)
 
@@ -196,8 +200,11 @@ def run(
         core, info = build(report)
         inbox = Inbox(context, clients)
         outbox.send_all(Ready(info))
-        heartbeat.phase, heartbeat.detail = "idle", ""
-        _serve(core, inbox, outbox, heartbeat)
+        heartbeat.core, heartbeat.phase, heartbeat.detail = core, "idle", ""
+        try:
+            _serve(core, inbox, outbox, heartbeat)
+        finally:
+            core.close()
     except Exception as error:
         outbox.send_all(Died(f"{error}", type(error).__name__))
         raise
@@ -224,6 +231,7 @@ def _serve(core: EngineCore, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat)
             else:
                 core.abort(message.ids)
         if not core.has_work():
+            core.check()
             heartbeat.phase = "idle"
             continue
         if core.patience() > 0:

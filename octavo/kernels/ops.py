@@ -27,6 +27,19 @@ class ExpertProduct(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedForm:
+    """Experts with biases and a bounded gate: (up + 1) * gate * sigmoid(alpha * gate).
+
+    Gate is held to at most `limit`, up to at most as much on either side.
+    """
+
+    gate_up_bias: Tensor  # [E, 2 * I]
+    down_bias: Tensor  # [E, H]
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight matrix as a kernel wants it. `data` is owned; its layout is the kernel's secret."""
 
@@ -124,3 +137,5 @@ class Ops:
     # logits f32[T, E], rules, correction f32[E] or None -> (experts [T, k], weights f32[T, k]);
     # None: plain torch.
     route: Callable[[Tensor, RouteRules, Tensor | None], tuple[Tensor, Tensor]] | None = None
+    # The same for experts of that form; None: `kernels/experts.py`.
+    clamped_experts: Callable[[Tensor, Tensor, ClampedForm], ExpertProduct] | None = None

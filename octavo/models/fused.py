@@ -66,6 +66,9 @@ def fuse(decoder: Decoder, ops: Ops) -> FusedDecoder | str:
     """
     if ops.stack is None:
         return f"{ops.name} kernels have no fused stack"
+    mesh = decoder.build.mesh
+    if mesh.size > 1:
+        return f"the layers are spread over {mesh.size} ranks"
     reason = unsupported(decoder.spec)
     if reason:
         return reason
@@ -103,6 +106,9 @@ def unsupported(spec: ModelSpec) -> str:
 
 def _model(decoder: Decoder) -> StackModel:
     spec, need = decoder.spec, decoder.blocks[0].attention.need
+    assert decoder.embedding is not None
+    assert decoder.norm is not None
+    assert decoder.head is not None
     return StackModel(
         blocks=tuple(_block(block) for block in decoder.blocks if isinstance(block, Block)),
         embedding=decoder.embedding.packed,
@@ -116,6 +122,7 @@ def _model(decoder: Decoder) -> StackModel:
         eps=spec.rms_eps,
         scale=need.scale,
         soft_cap=need.soft_cap,
+        cache_dtype=None if need.cache_dtype == need.dtype else need.cache_dtype,
     )
 
 
@@ -135,4 +142,6 @@ def _block(block: Block) -> StackBlock:
         down=mlp.down.packed,
         down_bias=mlp.down.bias,
         window=attention.need.window,
+        key_scale=attention.need.key_scale,
+        value_scale=attention.need.value_scale,
     )

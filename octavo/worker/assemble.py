@@ -18,18 +18,20 @@ import torch
 from octavo.attention.base import AttentionBackend, AttentionNeed
 from octavo.attention.select import select as select_attention
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import WorkerConfig
+from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
 from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Block, Decoder
+from octavo.models.divide import check_sizes
 from octavo.models.fused import fuse
-from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.load import attention_need, build_model, load_weights, set_cache_scales
 from octavo.models.quantization import read_scheme
 from octavo.models.registry import read_spec
+from octavo.models.sparse import SparseBlock
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.scheme import Kind, Scheme
@@ -39,6 +41,7 @@ from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
 
 MAX_BLOCK_SIZE = 256
+COPY_SHARE = 0.15  # of a GPU's memory, that plain copies of quantized weights may take
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = MappingProxyType(
@@ -70,10 +73,14 @@ class Choices:
     scheme: Scheme | None = None  # of the weights
 
 
-def open_device(config: WorkerConfig) -> Device:
-    """The device that the config names. Raises ConfigError if it cannot be used."""
+def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
+    """The device that the config names. Raises ConfigError if it cannot be used.
+
+    Ranks of one machine share its cores, and take one GPU each, from the one named on.
+    """
+    place = place or Place()
     if config.device == "cpu":
-        return CpuDevice(config.threads)
+        return CpuDevice(config.threads, sharers=place.local_size)
     name, _, index = config.device.partition(":")
     if name != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(
@@ -83,13 +90,14 @@ def open_device(config: WorkerConfig) -> Device:
         )
     from octavo.device.cuda_queue import CudaQueue
 
-    return CudaQueue(int(index or "0"), cache_dir=config.cache_dir)
+    return CudaQueue(int(index or "0") + place.local_rank, cache_dir=config.cache_dir)
 
 
 def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     """The checkpoint and its spec. Raises CheckpointError and ConfigError."""
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
+    check_sizes(spec, config.parallel.tensor, config.parallel.pipeline)
     return checkpoint, spec
 
 
@@ -121,10 +129,15 @@ def scheme_of(config: WorkerConfig, checkpoint: Checkpoint) -> Scheme | None:
 
 
 def choose(
-    config: WorkerConfig, spec: ModelSpec, device: Device, scheme: Scheme | None = None
+    config: WorkerConfig,
+    spec: ModelSpec,
+    device: Device,
+    scheme: Scheme | None = None,
+    mesh: Mesh | None = None,
 ) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
+    copies = _copies_fit(spec, scheme, device)
     ops, kernel_notes = select_kernels(
         dtype,
         config.kernels,
@@ -132,23 +145,44 @@ def choose(
         threads=device.threads,
         device=device.name,
         int8=config.quantization == INT8,
+        copies=copies,
     )
     need = attention_need(
         spec,
-        mesh=Mesh.single(),
+        mesh=mesh or Mesh.single(),
         device=device.name,
         block_size=_block_size(config, device),
         dtype=dtype,
         cache_dtype=_cache_dtype(config, dtype),
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
-    weights = () if scheme is None else (note_of(scheme, ops, dtype),)
+    weights = [] if scheme is None else [note_of(scheme, ops, dtype)]
+    if copies:
+        size = size_text(plain_bytes(spec))
+        weights.append(f"weights: for products of many rows plain ones are kept too, {size}")
     notes = (dtype_note, *kernel_notes, *weights, *attention_notes)
     return Choices(spec, dtype, ops, attention, need, notes, scheme)
 
 
+def _copies_fit(spec: ModelSpec, scheme: Scheme | None, device: Device) -> bool:
+    """Whether weights of 4 bits are kept plain too, which more than a few rows are faster with."""
+    if scheme is None or scheme.kind != "int4" or not device.own_memory:
+        return False
+    return plain_bytes(spec) <= COPY_SHARE * device.total_memory()
+
+
+def plain_bytes(spec: ModelSpec) -> int:
+    """Bytes of a dense model's linear layers in 16 bits, without the head."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return 2 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+
+
 def build(
-    config: WorkerConfig, choices: Choices, device: Device, checkpoint: Checkpoint
+    config: WorkerConfig,
+    choices: Choices,
+    device: Device,
+    checkpoint: Checkpoint,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
     longest = config.max_model_len or 0
@@ -159,7 +193,7 @@ def build(
     return build_model(
         spec,
         Build(
-            mesh=Mesh.single(),
+            mesh=mesh or Mesh.single(),
             device=device.name,
             dtype=choices.dtype,
             ops=choices.ops,
@@ -195,12 +229,29 @@ def fill(
     return load_weights(decoder, checkpoint, progress=progress, device=device.name)
 
 
+def scale_cache(decoder: Decoder, checkpoint: Checkpoint, choices: Choices) -> str:
+    """Takes the checkpoint's scales for a cache of 8-bit floats; a note, "" for other caches."""
+    if choices.need.cache_dtype.itemsize > 1:
+        return ""
+    count = set_cache_scales(decoder, checkpoint)
+    how = f"scales of {count} layers from the checkpoint" if count else "unscaled"
+    return f"kv cache: {_name(choices.need.cache_dtype)}, {how}"
+
+
 def shortened(decoder: Decoder) -> Decoder:
-    """The same with one block of each kind: it launches all kernels that the whole one does."""
+    """The same with one block of each kind, and the last: it launches all kernels of the whole one.
+
+    The last block is not like others: it may work for the tokens alone that are sampled.
+    """
     short = copy(decoder)
-    kinds = {(block.attention.need, type(block.mlp)): block for block in reversed(decoder.blocks)}
-    short.blocks = tuple(kinds.values())
+    kinds = {_kind_of(block): block for block in reversed(decoder.blocks)}
+    short.blocks = (*kinds.values(), *decoder.blocks[-1:])
     return short
+
+
+def _kind_of(block: Block | SparseBlock) -> tuple[AttentionNeed, type]:
+    """What its kernels are compiled for; scales are given to them as they run."""
+    return replace(block.attention.need, key_scale=1.0, value_scale=1.0), type(block.mlp)
 
 
 def finish(decoder: Decoder, ops: Ops) -> tuple[Model, str]:

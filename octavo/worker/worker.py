@@ -5,14 +5,16 @@ Not for: deciding what runs (`engine/`) or in which process (`executor/`). Next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 
-from octavo.config import WorkerConfig
+from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.errors import ConfigError
 from octavo.grammar.matcher import Grammars
+from octavo.parallel.world import World, join
 from octavo.types import (
     PREPARE,
     SAMPLE,
@@ -33,6 +35,7 @@ from octavo.worker.assemble import (
     finish,
     open_device,
     open_model,
+    scale_cache,
     scheme_of,
     shortened,
 )
@@ -42,15 +45,23 @@ from octavo.worker.runner import Model, Runner, StepHandle
 
 Report = Callable[[str], None]
 WARM_UP_TOKENS = 4
+LONG_PROMPT = 2048  # tokens, from which kernels for long prompts serve, if there are any
 GRAPH_BYTES = 2**29  # of the memory that captured graphs share
 
 
 class Worker:
-    """Serves plans on one device. `load` comes first and once; `step` and `control` follow."""
+    """Serves plans on one device. `load` comes first and once; `step` and `control` follow.
 
-    def __init__(self, config: WorkerConfig, device: Device | None = None) -> None:
+    With a `place` it is one of several ranks, all of which must get the same plans in one order.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, device: Device | None = None, place: Place | None = None
+    ) -> None:
         self._config = config
-        self._device: Device = open_device(config) if device is None else device
+        self._place = place or Place()
+        self._device: Device = open_device(config, place) if device is None else device
+        self.world = World()
         self._runner: Runner | None = None
         self._grammars: Grammars | None = None
         self._timings: list[tuple[str, float]] = []
@@ -68,19 +79,24 @@ class Worker:
         free_at_start = device.free_memory()
         with self._phase("open"):
             checkpoint, spec = open_model(config)
+        if self._place.size > 1:
+            with self._phase("join"):
+                self.world = join(self._place, device.name)
+        mesh = self.world.mesh
         with self._phase("kernels"):
             scheme = scheme_of(config, checkpoint)
-            choices = choose(config, spec, device, scheme)
+            choices = choose(config, spec, device, scheme, mesh)
             # What cannot fit now will not fit after loading: say so before that takes its time.
             plan_cache(self._cache_request(choices, free_at_start))
-        if config.vocabulary is not None:
+        if config.vocabulary is not None and mesh.samples:
             size, threads = choices.spec.vocab_size, min(8, device.threads)
             self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
-            decoder = build(config, choices, device, checkpoint)
+            decoder = build(config, choices, device, checkpoint, mesh)
             check_room(decoder, device.free_memory())
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
+            cache_note = scale_cache(decoder, checkpoint, choices)
         with self._phase("fuse"):
             model, fuse_note = finish(decoder, choices.ops)
         if choices.ops.name != "native":
@@ -88,15 +104,22 @@ class Worker:
         peak = 0
         if device.own_memory:
             with self._phase("profile"):
-                peak = self._peak_of_a_step(model, shortened(decoder), choices)
+                peak = self._peak_of_a_step(shortened(decoder), choices)
                 device.trim()
         with self._phase("cache"):
-            cache = plan_cache(self._cache_request(choices, free_at_start, peak))
+            cache = self._agree(self._cache_request(choices, free_at_start, peak))
             parts = self._make_parts(model, choices, cache.num_blocks, cache.max_model_len)
             self._runner = parts.runner
         with self._phase("warm-up"):
             warm_up_notes = self._warm_up(cache, choices.need.block_size)
-        notes = [*device.notes, *choices.notes, fuse_note, *cache.notes, *warm_up_notes]
+        notes = [
+            *device.notes,
+            *choices.notes,
+            *filter(None, (cache_note,)),
+            fuse_note,
+            *cache.notes,
+            *warm_up_notes,
+        ]
         if device.asynchronous:
             with self._phase("graphs"):
                 notes.append(parts.capture())
@@ -110,6 +133,11 @@ class Worker:
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one plan to its end."""
         return self.submit(plan).result()
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if the device works while the host goes on."""
+        return self._device.asynchronous
 
     def usable(self) -> bool:
         """False once the device answers nothing but errors."""
@@ -160,7 +188,7 @@ class Worker:
             budget = int(config.memory_fraction * free_at_start) - max(0, free_at_start - free)
         return CacheRequest(
             block_size=choices.need.block_size,
-            bytes_per_block=layout.layer_bytes * choices.spec.num_layers,
+            bytes_per_block=layout.layer_bytes * self._num_layers(choices),
             model_max_len=choices.spec.max_model_len,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -172,6 +200,18 @@ class Worker:
             own_memory=device.own_memory,
         )
 
+    def _num_layers(self, choices: Choices) -> int:
+        """Of this rank's stage."""
+        return len(self.world.mesh.pp.stretch(choices.spec.num_layers))
+
+    def _agree(self, request: CacheRequest) -> CachePlan:
+        """The cache that every rank has room for: blocks are numbered alike on all of them."""
+        cache = plan_cache(request)
+        least = self.world.least(cache.num_blocks)
+        if least == cache.num_blocks:
+            return cache
+        return plan_cache(replace(request, num_blocks=least, kv_cache_memory_bytes=None))
+
     def _make_parts(
         self, model: Model, choices: Choices, num_blocks: int, max_model_len: int
     ) -> Parts:
@@ -182,13 +222,15 @@ class Worker:
             self._device,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            mesh=self.world.mesh,
             grammars=self._grammars,
         )
 
-    def _peak_of_a_step(self, model: Model, short: Model, choices: Choices) -> int:
+    def _peak_of_a_step(self, short: Model, choices: Choices) -> int:
         """Bytes that the largest step takes for a while: one prompt beside as many answers as can.
 
-        It runs on a cache of one block, which all of its rows write to. `short` is for rehearsals.
+        It runs on a cache of one block, which all of its rows write to. `short` is the model with
+        one layer of each kind.
         """
         config = self._config
         longest = choices.spec.max_model_len
@@ -196,16 +238,16 @@ class Worker:
             longest = min(longest, config.max_model_len)
         rehearsed = self._make_parts(short, choices, 1, longest)
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        small = _plan_of(largest_step(rows, min(tokens, 2 * rows + 64), longest))
         largest = _plan_of(largest_step(rows, tokens, longest))
 
         def rehearsal() -> None:
-            rehearsed.runner.step(small)
+            for plan in rehearsals(rows, tokens, longest):
+                rehearsed.runner.step(plan)
             rehearsed.rehearse()
 
         self._device.rehearse(rehearsal)
-        runner = self._make_parts(model, choices, 1, longest).runner
-        return self._device.peak_of(lambda: _do(runner, largest))
+        # Layers run one after the other, so one of each kind takes at its highest what all do.
+        return self._device.peak_of(lambda: _do(rehearsed.runner, largest))
 
     def _warm_up(self, cache: CachePlan, block_size: int) -> tuple[str, ...]:
         """A short prompt, then one more token: what is made on first use is made now.
@@ -215,20 +257,7 @@ class Worker:
         length = min(WARM_UP_TOKENS, cache.max_model_len, self._config.max_num_batched_tokens)
         blocks = -(-min(length + 1, cache.max_model_len) // block_size)
         params = TokenParams(max_tokens=2, temperature=0.0)
-        prompt = StepPlan(
-            step=0,
-            epoch=0,
-            slots=pack([0]),
-            starts=pack([0]),
-            lengths=pack([length]),
-            flags=bytes([SAMPLE]),
-            tokens=pack([0] * length),
-            block_rows=pack([0] * blocks),
-            block_at=pack(range(blocks)),
-            block_ids=pack(range(blocks)),
-            admits=(Admit(0, length, params),),
-        )
-        result = self.step(prompt)
+        result = self.step(_prompt(length, params, range(blocks)))
         if length < cache.max_model_len:
             self.step(
                 StepPlan(
@@ -248,6 +277,10 @@ class Worker:
     def _info(
         self, choices: Choices, loaded: LoadReport, cache: CachePlan, notes: tuple[str, ...]
     ) -> WorkerInfo:
+        depth, lookahead = self._device.depth, self._device.lookahead
+        if self.world.mesh.size > 1:
+            # Plans carry every token: one rank draws, and the others need not hear of it.
+            depth, lookahead = self.world.mesh.pp.size, 0
         return WorkerInfo(
             num_blocks=cache.num_blocks,
             block_size=choices.need.block_size,
@@ -259,8 +292,8 @@ class Worker:
             kv_bytes=cache.num_bytes,
             notes=notes,
             timings=tuple(self._timings),
-            depth=self._device.depth,
-            lookahead=self._device.lookahead,
+            depth=depth,
+            lookahead=lookahead,
         )
 
 
@@ -274,6 +307,39 @@ def largest_step(max_rows: int, max_tokens: int, max_length: int) -> list[int]:
         lengths[row] += more
         left -= more
     return lengths
+
+
+def rehearsals(max_rows: int, max_tokens: int, max_length: int) -> list[StepPlan]:
+    """Steps that together launch every kernel that steps without special wishes do, but decode.
+
+    A short prompt, with and without filters of its logits; a long one; one with decode rows. All
+    write to the first block.
+    """
+    short = min(WARM_UP_TOKENS, max_tokens, max_length)
+    greedy = TokenParams(max_tokens=2, temperature=0.0)
+    filtered = TokenParams(max_tokens=2, top_p=0.9, top_k=50)
+    return [
+        *(_prompt(short, params, [0]) for params in (greedy, filtered)),
+        _plan_of(largest_step(1, min(max_tokens, LONG_PROMPT), max_length)),
+        _plan_of(largest_step(max_rows, min(max_tokens, 2 * max_rows + 64), max_length)),
+    ]
+
+
+def _prompt(length: int, params: TokenParams, blocks: Sequence[int]) -> StepPlan:
+    """A new sequence of tokens 0 in slot 0."""
+    return StepPlan(
+        step=0,
+        epoch=0,
+        slots=pack([0]),
+        starts=pack([0]),
+        lengths=pack([length]),
+        flags=bytes([SAMPLE]),
+        tokens=pack([0] * length),
+        block_rows=pack([0] * len(blocks)),
+        block_at=pack(range(len(blocks))),
+        block_ids=pack(blocks),
+        admits=(Admit(0, length, params),),
+    )
 
 
 def _plan_of(lengths: list[int]) -> StepPlan:

@@ -73,7 +73,11 @@ def test_an_argument_equal_to_the_default_still_wins(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: EngineArgs(tensor_parallel_size=8), ("tensor_parallel_size=8", "use 1")),
+        (lambda: EngineArgs(tensor_parallel_size=0), ("tensor_parallel_size=0", "at least 1")),
+        (
+            lambda: EngineArgs(distributed_executor_backend="mpi"),
+            ("distributed_executor_backend='mpi'", "uni, mp, ray"),
+        ),
         (lambda: EngineArgs(kv_cache_dtype="int3"), ("int3", "auto, bfloat16")),
         (lambda: EngineArgs(trust_remote_code=True), ("trust_remote_code=True", "never run")),
         (lambda: EngineArgs(block_size=0), ("block_size=0", "from 1 to 256")),
@@ -103,8 +107,8 @@ def test_what_cannot_be_honoured_is_refused_with_option_value_and_remedy(
 
 
 def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSOR_PARALLEL_SIZE", "8")
-    with pytest.raises(ConfigError, match=r"TENSOR_PARALLEL_SIZE=8 \(environment, --tensor-par"):
+    monkeypatch.setenv("TENSOR_PARALLEL_SIZE", "0")
+    with pytest.raises(ConfigError, match=r"TENSOR_PARALLEL_SIZE=0 \(environment, --tensor-par"):
         EngineArgs().check()
 
 
@@ -330,3 +334,31 @@ def test_what_quantization_there_is() -> None:
     EngineArgs(quantization="int8").check()
     with pytest.raises(ConfigError, match="one of fp8, int8, int4, awq"):
         EngineArgs(quantization="bitsandbytes").check()
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-origins"])
+def test_an_empty_text_in_a_list_is_refused(flag: str) -> None:
+    parser = Parser("serve", "x")
+    add_options(parser, EngineArgs, ServerArgs)
+    for text in ("", "a,,b"):
+        args = ServerArgs.gather(vars(parser.parse([flag, text])), {})
+        with pytest.raises(ConfigError, match="empty"):
+            args.check()
+
+
+def test_an_empty_variable_for_keys_does_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("OCTAVO_API_KEY", "VLLM_API_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "")
+            with pytest.raises(ConfigError, match=f"{variable} is set and empty"):
+                ServerArgs()
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    for suffix in (".json", ".toml", ".yaml"):
+        path = tmp_path / f"c{suffix}"
+        path.write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match=r"--config .*is not UTF-8"):
+            read_file(str(path))

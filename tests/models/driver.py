@@ -211,7 +211,7 @@ def triton_parts(need: AttentionNeed) -> tuple[Ops, AttentionBackend]:
         attention, notes = select(need, "mla_triton" if need.latent else "triton")
     print(notes)
     if need.device == "cpu":
-        return table_of(need.dtype, "interpreted"), attention
+        return table_of(need.dtype, (8, 0)), attention
     ops = triton_ops(need.dtype, torch.device(need.device))
     assert isinstance(ops, Ops), ops
     return ops, attention

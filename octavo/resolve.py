@@ -105,6 +105,12 @@ def parallel_config(args: EngineArgs, device: str) -> ParallelConfig:
     )
 
 
+def is_in_core(args: EngineArgs) -> bool:
+    """True if the one worker will run in the engine core's process."""
+    size = args.tensor_parallel_size * args.pipeline_parallel_size
+    return size == 1 and args.distributed_executor_backend in (None, "uni")
+
+
 def _backend(args: EngineArgs, device: str, size: int) -> Backend:
     known: dict[str | None, Backend] = {"uni": "uni", "mp": "mp", "ray": "ray"}
     chosen = known.get(args.distributed_executor_backend)

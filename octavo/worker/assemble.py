@@ -239,10 +239,13 @@ def scale_cache(decoder: Decoder, checkpoint: Checkpoint, choices: Choices) -> s
 
 
 def shortened(decoder: Decoder) -> Decoder:
-    """The same with one block of each kind: it launches all kernels that the whole one does."""
+    """The same with one block of each kind, and the last: it launches all kernels of the whole one.
+
+    The last block is not like others: it may work for the tokens alone that are sampled.
+    """
     short = copy(decoder)
     kinds = {_kind_of(block): block for block in reversed(decoder.blocks)}
-    short.blocks = tuple(kinds.values())
+    short.blocks = (*kinds.values(), *decoder.blocks[-1:])
     return short
 
 

@@ -14,6 +14,7 @@ import difflib
 import importlib
 import json
 import os
+import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -636,6 +637,20 @@ def cache_dir(args: EngineArgs | None = None) -> Path:
 def visible_gpus() -> str | None:
     """What `CUDA_VISIBLE_DEVICES` says; None if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def prepare_ray(*, own: bool) -> bool:
+    """Sets what Ray reads of the environment when it is imported, unless it is set.
+
+    No reports of use leave the machine. A cluster that this process starts for its `own` use gets
+    token authentication, with a token of its own. False if a cluster is not protected so.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if own:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def client_key() -> str | None:

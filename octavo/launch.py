@@ -1,8 +1,8 @@
 """`octavo serve`: builds every process of a server, wires them, watches them, ends them.
 
-The only module, with the command line, that knows all rooms. Order of a start: options and files
-are checked, the core's process is started (it takes longest), then tokenizer and routes are made
-and the port is opened while the model still loads.
+The only module, with the command line, that knows all rooms. Order of a start: options are checked,
+the core's process is started (it takes longest), which imports while files are opened and the
+tokenizer is made; then it is told what to load, routes are made and the port is opened.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
-from octavo.resolve import notes
+from octavo.resolve import is_in_core, notes
 from octavo.server.app import create_app
 from octavo.server.kept import KeepLimits
 from octavo.server.keys import Key, keys_of, read_keys
 from octavo.server.run import Listen, reserve
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
-from octavo.supervisor import CORE_PROGRAM, Supervisor
+from octavo.supervisor import CORE_PROGRAM, CoreProcess, Supervisor
 from octavo.text.pool import long_texts
 from octavo.text_engine import Admission, CoreSource, TextEngine, stalled_for
 from octavo.types import WorkerInfo
@@ -66,7 +66,6 @@ def serve(
     try:
         server_args.check()
         launch = Launch(engine_args, server_args, began, program, keys_in(server_args))
-        frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
         several = server_args.api_server_count > 1
         if several and "seed" in engine_args.sources:
             raise ConfigError(
@@ -75,13 +74,20 @@ def serve(
                 "would not repeat; use one process, or leave it out and send seeds.",
                 "seed",
             )
-        return asyncio.run((_serve_several if several else _serve)(launch, frontend))
+        engine_args.check()
+        core = CoreProcess(program, prepares=is_in_core(engine_args))
+        try:
+            frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
+        except BaseException:
+            core.discard()
+            raise
+        return asyncio.run((_serve_several if several else _serve)(launch, frontend, core))
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 1
 
 
-async def _serve(launch: Launch, frontend: Frontend) -> int:
+async def _serve(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
     supervisor = Supervisor(
@@ -90,6 +96,7 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         on_stats=metrics.step,
         on_death=metrics.core_died,
         program=launch.program,
+        process=core,
     )
     await supervisor.start()
     try:
@@ -112,7 +119,7 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         await supervisor.stop()
 
 
-async def _serve_several(launch: Launch, frontend: Frontend) -> int:
+async def _serve_several(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     """As `_serve`, with HTTP in processes of their own that share the port; see `fleet.py`."""
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
@@ -125,6 +132,7 @@ async def _serve_several(launch: Launch, frontend: Frontend) -> int:
             on_death=metrics.core_died,
             program=launch.program,
             others=fleet,
+            process=core,
         )
         fleet.supervisor = supervisor
         await supervisor.start()

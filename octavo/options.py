@@ -140,7 +140,7 @@ class EngineArgs(Record):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of the KV cache; auto is the model's",
+        "number format of the KV cache; auto is the model's, fp8 (e4m3) holds twice the tokens",
         group="Memory",
         env=("KV_CACHE_DTYPE",),
         choices=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,13 @@ from octavo.server.schema import DetokenizeRequest, TokenizeRequest
 
 MAX_IDS = 2**20  # of one /detokenize, or shown as texts by one /tokenize
 THREAD_FROM = 8192  # ids
+CHAT_ONLY = (  # fields of /tokenize that say nothing of a plain text
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
 
 
 async def list_models(request: Request) -> Response:
@@ -44,10 +52,13 @@ async def tokenize(request: Request) -> Response:
         raise InvalidRequest("Send either prompt or messages.", "prompt")
     tokenizer = serving.engine.tokenizer
     if body.prompt is not None:
+        for name, value in msgspec.structs.asdict(body).items():
+            if name in CHAT_ONLY and value is not None:
+                raise InvalidRequest(f"{name} goes with messages, not with prompt.", name)
         special = body.add_special_tokens is not False
         ids = await tokenizer.encode_packed(body.prompt, special)
     else:
-        template = chosen_template(serving, body.chat_template)
+        template = await chosen_template(serving, body.chat_template)
         shown = plan(serving, Wishes(tools=body.tools, tool_choice="none"), template)
         ids = (await chat_prompt(serving, body, template, shown)).ids
     if body.return_token_strs and len(ids) > MAX_IDS:

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.pace import LEAST_MARGIN, MOST_MARGIN, Pace
+from octavo.engine.pace import LEAST_MARGIN, MOST_MARGIN, TRUST, Pace
 from octavo.engine.scheduler import Scheduler
 from octavo.types import SAMPLE, AddRequest, StepPlan, StepResult, TokenParams, WorkerInfo
 
@@ -151,8 +151,17 @@ def test_nothing_is_known_nothing_is_waited_for() -> None:
     assert pace.patience(8, 8, 0.0) == 0.0
     pace.landed(1, 512, 0.012)
     assert pace.patience(8, 8, 0.0) == 0.0
-    assert pace.patience(9, 1024, 0.0) == pytest.approx(0.97 * 0.024 - LEAST_MARGIN)
+    assert pace.patience(9, 1024, 0.0) == pytest.approx(TRUST * 0.024 - LEAST_MARGIN)
     assert pace.patience(9, 1024, 1.0) == 0.0
+
+
+def test_steps_of_about_as_many_tokens_tell_more_than_others() -> None:
+    pace = Pace()
+    pace.landed(9, 1024, 0.020)  # half the time a token
+    pace.landed(9, 520, 0.012)
+    pace.landed(12, 530, 0.013)
+    assert pace.patience(20, 536, 0.0) == pytest.approx(TRUST * 0.012 - LEAST_MARGIN)
+    assert pace.patience(20, 100, 0.0) == pytest.approx(TRUST * 100 * 0.020 / 1024 - LEAST_MARGIN)
 
 
 def test_a_host_that_computes_itself_never_waits() -> None:

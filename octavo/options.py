@@ -253,10 +253,11 @@ class EngineArgs(Record):
     )
     data_parallel_size: int = option(
         1,
-        "copies of the engine in one server; 1 in this build",
+        "copies of the engine behind one server, each with its own devices; a request goes to the "
+        "one with the fewest tokens before it, where a prompt that its cache has counts as done",
         group="Execution",
-        only=(1,),
-        remedy=ONE_DEVICE,
+        minimum=1,
+        maximum=1024,
     )
     distributed_executor_backend: str | None = option(
         None,

@@ -110,7 +110,7 @@ def test_stages_on_two_nodes_give_the_tokens_of_one(raylets: Raylets, tmp_path: 
     requests = some_requests(twin, new_seed())
     alone = LocalExecutor(settings(tmp_path, ParallelConfig()))
     expected = tokens_of(run_all(make_core(alone, alone.start()), requests))
-    with actors(settings(tmp_path, on_ray(raylets, 1, 2))) as (core, executor, crew):
+    with actors(settings(tmp_path, on_ray(raylets, 1, 2))) as (core, _, crew):
         hosts = addresses(crew)
         assert sorted(hosts) == sorted(HOSTS)
         assert tokens_of(run_all(core, requests)) == expected
@@ -121,7 +121,7 @@ def test_stages_on_two_nodes_give_the_tokens_of_one(raylets: Raylets, tmp_path: 
     with pytest.raises(ConfigError, match=r"no room for 64 workers of 1 CPU each .* room for 8"):
         crew.places()
     crew.close(0)
-    with pytest.raises(ConfigError, match="127.0.0.4:9.*cannot be reached"):
+    with pytest.raises(ConfigError, match=r"127.0.0.4:9.*cannot be reached"):
         RayCrew(ParallelConfig(1, 2, "ray", "127.0.0.4:9"), "cpu", 1).places()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
+from octavo.admission import Admission
 from octavo.errors import ConfigError, OctavoError
 from octavo.fields import options_of
 from octavo.fleet import Fleet
@@ -37,7 +38,7 @@ from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
 from octavo.supervisor import CORE_PROGRAM, CoreProcess, Supervisor
 from octavo.text.pool import long_texts
-from octavo.text_engine import Admission, CoreSource, TextEngine, stalled_for
+from octavo.text_engine import CoreSource, TextEngine, stalled_for
 from octavo.types import WorkerInfo
 
 QUEUED_PER_RUNNING = 8  # default bound of the queue, as a multiple of what can run
@@ -136,16 +137,17 @@ async def _serve_several(launch: Launch, frontend: Frontend, core: CoreProcess) 
             process=core,
         )
         fleet.supervisor = supervisor
-        await supervisor.start()
-        ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
-        port = held.getsockname()[1]
+        watches: list[asyncio.Task[None]] = []
         try:
-            await fleet.start(_process_settings(launch, fleet, port))
+            fleet.open()
+            await supervisor.start()
+            watches.append(asyncio.create_task(_announce(launch, supervisor, metrics)))
+            watches.append(asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit)))
+            await fleet.start(_process_settings(launch, fleet, held.getsockname()[1]))
             return await _until_fleet_ends(launch, fleet, supervisor, stop=stop, hurry=hurry)
         finally:
-            ready.cancel()
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await fleet.stop()
             await supervisor.stop()
 
@@ -326,10 +328,14 @@ def keys_in(args: ServerArgs) -> tuple[Key, ...]:
 
 
 def _weights(launch: Launch) -> dict[str, float]:
-    """Shares of the queue by name of a key, where it is shared fairly."""
+    """Shares of the queue by name of a key, where it is shared fairly.
+
+    Keys that are for other things than asking, such as reading metrics, have none.
+    """
     if launch.engine.scheduling_policy != "fair":
         return {}
-    return {key.name: key.weight for key in (*keys_of(launch.server.api_key), *launch.keys)}
+    keys = (*keys_of(launch.server.api_key), *launch.keys)
+    return {key.name: key.weight for key in keys if "inference" in key.scopes}
 
 
 def settings_of(launch: Launch) -> ServerSettings:

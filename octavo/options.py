@@ -593,6 +593,8 @@ def _load(path: Path) -> Mapping[object, object]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}.", "config") from None
+    except UnicodeError as error:
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error}.", "config") from None
     try:
         if path.suffix == ".toml":
             loaded: object = tomllib.loads(text)

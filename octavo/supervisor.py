@@ -133,6 +133,7 @@ class Supervisor:
         self._folder: Path | None = None
         self._watch: asyncio.Task[None] | None = None
         self._restarts: list[float] = []
+        self._telling: asyncio.Task[None] | None = None
         self._stopping = False
         self._has_served = False
         self.failure: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
@@ -170,8 +171,9 @@ class Supervisor:
     async def stop(self) -> None:
         """Ends the core's process, politely and then not; may be called twice."""
         self._stopping = True
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, self._telling):
+            if task is not None:
+                task.cancel()
         process = self._process
         if process is not None and process.returncode is None:
             self.client.stop()
@@ -234,11 +236,16 @@ class Supervisor:
             while not self._stopping and (error := await self._one_life()) is None:
                 self._forget()
                 await self._spawn()
+                self._telling = asyncio.get_running_loop().create_task(self._tell_ready())
         except Exception as problem:  # no process, no memory, no folder: nothing to go on with
             logger.exception("event=supervisor_failed")
             error = EngineDead(f"the engine core cannot be started: {problem}")
         if error is not None:
             self._give_up(error)
+
+    async def _tell_ready(self) -> None:
+        await self.client.ready.wait()
+        logger.info("event=core_ready after=restart")
 
     async def _one_life(self) -> OctavoError | None:
         """Waits for the core's end; None if another may be started, else the final error."""

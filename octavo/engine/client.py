@@ -50,6 +50,7 @@ class Pulse:
     heard_at: float = field(default_factory=time.monotonic)
     last_step: float = field(default_factory=time.monotonic)
     pending: int = 0
+    allowed: float = 0.0  # seconds that the step under way may take because of its size
 
 
 class Listener(Protocol):
@@ -215,7 +216,12 @@ class EngineClient:
             if message.phase == "loading" and self.ready.is_set():
                 return  # it was on its way when the core became ready
             self.pulse = Pulse(
-                message.phase, message.detail, time.monotonic(), message.last_step, message.pending
+                message.phase,
+                message.detail,
+                time.monotonic(),
+                message.last_step,
+                message.pending,
+                message.allowed,
             )
         elif isinstance(message, ControlReply):
             self._answer(message)

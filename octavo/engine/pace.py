@@ -16,6 +16,9 @@ from collections import deque
 
 LEAST_MARGIN = 0.0001  # seconds, beside what the host takes
 MOST_MARGIN = 0.004
+LARGE = 64  # tokens of a step that takes noticeably longer than one of a few
+UNKNOWN = 0.01  # seconds for each token of a large step, before one has been measured
+SLACK = 3.0  # times what was measured
 LEAST_WAIT = 0.00005  # shorter ones are not worth a sleep
 WIDER, NARROWER = 1.25, 0.98
 TRUST = 0.985  # of a prediction: steps differ, and early costs less than late
@@ -76,3 +79,22 @@ class Pace:
         """At least this long takes a step with prompts of so many tokens in all."""
         alike = [time for known, time in self._prompts if abs(known - tokens) <= ALIKE]
         return min(alike) if alike else tokens * min(time / known for known, time in self._prompts)
+
+
+class Allowance:
+    """How long a step may take because of its size alone, so that it is not taken for a stall."""
+
+    __slots__ = ("_per_token",)
+
+    def __init__(self) -> None:
+        self._per_token = UNKNOWN
+
+    def landed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long; slower ones count at once, faster ones slowly."""
+        if tokens >= LARGE:
+            measured = SLACK * seconds / tokens
+            self._per_token = max(measured, 0.8 * self._per_token + 0.2 * measured)
+
+    def seconds(self, tokens: int) -> float:
+        """For steps that are under way and have so many tokens together; 0 for small ones."""
+        return tokens * self._per_token if tokens >= LARGE else 0.0

@@ -41,12 +41,14 @@ from octavo.kernels.triton.attention_newest import (
     turned,
     with_newest,
 )
-from octavo.kernels.triton.launch import pdl, power_of_2
+from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
 from octavo.kernels.triton.rotary import scaled
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SPLIT_CHUNK, LIST_CHUNK = 8, 16  # pieces that are merged at once
 MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
+RESIDENTS = 4  # programs of a processor
+THEN = 0
 AHEAD = 1  # blocks of a program that are asked for before the projection is done
 MOST_ROWS = 512  # of a batch, as a rule: one kernel lists the pieces of all of them
 
@@ -137,8 +139,18 @@ def _merged(
     return acc / tl.maximum(total, 1e-30)[:, None]
 
 
+@triton.jit
+def _piece_of(length, part, splits, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """(first key that is seen, first key, last key + 1) of a part of a row."""
+    begin = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first = begin // BN if WINDOW > 0 else 0
+    span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
+    low = (first + part * span) * BN
+    return begin, low, tl.minimum(low + span * BN, length)
+
+
 @triton.jit(
-    do_not_specialize=["num_items", "splits", "table_stride"],
+    do_not_specialize=["num_items", "splits", "residents", "table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
 )
 def decode_kernel(
@@ -170,6 +182,7 @@ def decode_kernel(
     table_stride,
     num_items,  # W
     splits,  # S; 1 is the single form
+    residents,  # programs that run side by side, read if THEN
     Q: tl.constexpr,
     G: tl.constexpr,  # query heads a key head
     GP: tl.constexpr,  # G rounded up to a power of 2, 16 at least
@@ -192,6 +205,7 @@ def decode_kernel(
     ROPE: tl.constexpr,
     SCALED: tl.constexpr,
     AHEAD: tl.constexpr,  # blocks that are asked for before the wait
+    THEN: tl.constexpr,  # whether the first block of the program that comes next is asked for
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
@@ -213,11 +227,7 @@ def decode_kernel(
         row = tl.program_id(0)
         piece = row * splits + tl.program_id(2)
         length = tl.load(lens_ptr + row)
-        begin = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-        first = begin // BN if WINDOW > 0 else 0
-        span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
-        low = (first + tl.program_id(2) * span) * BN
-        high = tl.minimum(low + span * BN, length)
+        begin, low, high = _piece_of(length, tl.program_id(2), splits, BN, WINDOW)
     row_table = table_ptr + row.to(tl.int64) * table_stride
     key_ptr = keys_ptr + head.to(tl.int64) * head_stride
     if PAIRS:
@@ -240,6 +250,17 @@ def decode_kernel(
                     ask_for(value_ptr, offsets, D)
         if PDL:
             gdc_wait()
+    if THEN > 0:
+        rows = tl.num_programs(0)
+        later = row + rows * (head + tl.num_programs(1) * tl.program_id(2)) + residents
+        later_row, later_unit = later % rows, later // rows
+        later_head = later_unit % tl.num_programs(1)
+        later_part = later_unit // tl.num_programs(1)
+        later_length = tl.load(lens_ptr + later_row)
+        _, later_low, later_high = _piece_of(later_length, later_part, splits, BN, WINDOW)
+        later_table = table_ptr + later_row.to(tl.int64) * table_stride
+        later_high = tl.where(later_part < splits, later_high, 0)
+        later_page = tl.load(later_table + tl.minimum(later_low, later_length) // P)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
@@ -288,6 +309,14 @@ def decode_kernel(
             acc, total, best = attend_block(
                 acc, total, best, q, k, v, visible[None, :], scale, CAP, True
             )
+    if THEN > 0 and later_low < later_high:
+        inside_page = later_low % P + tl.arange(0, BN)
+        offsets = later_page.to(tl.int64) * page_stride + tl.minimum(inside_page, P - 1) * D
+        ask_for(keys_ptr + later_head.to(tl.int64) * head_stride, offsets, D)
+        if PAIRS:
+            ask_for(values_ptr + later_head.to(tl.int64) * (head_stride // 2), offsets // 2, D // 2)
+        else:
+            ask_for(values_ptr + later_head.to(tl.int64) * head_stride, offsets, D)
     if PAIRS:
         acc = tl.interleave(acc, odd)
     if NEWEST:
@@ -427,6 +456,7 @@ def decode(
         table.stride(0),
         num_items,
         max(1, pieces.splits),
+        RESIDENTS * gpu_of(q.device).processors,
         Q=num_heads,
         G=group,
         GP=max(16, power_of_2(group)),
@@ -449,6 +479,7 @@ def decode(
         ROPE=new.cos_sin is not None,
         SCALED=(new.key_scale, new.value_scale) != (1.0, 1.0),
         AHEAD=AHEAD if newest and early["PDL"] and not listed else 0,
+        THEN=THEN if early["PDL"] and not listed else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,

@@ -213,9 +213,8 @@ def ladder(largest: int) -> list[int]:
 def token_ladder(largest: int) -> list[int]:
     """Tokens of steps with prompts to capture, within `largest` and what graphs are worth.
 
-    The steps are small because idle tokens cost what others do. 536 and 544 are for a prompt of 512
-    tokens, a size that people like, with decode rows beside it: up to 536 the library's products
-    take tiles that fit, which are 6 % faster than those of 544.
+    The steps are small because idle tokens cost what others do. 544 is for a prompt of 512 tokens,
+    a size that people like, with decode rows beside it.
     """
-    sizes = {*range(64, 1025, 64), 536, 544}
+    sizes = {*range(64, 1025, 64), 544}
     return sorted(size for size in sizes if size <= largest)

@@ -6,6 +6,8 @@ speed. The arguments that the program does not give are left out but for their d
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def flash_attn_with_kvcache(
     page, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     ends = cu_seqlens_q.tolist()
     assert ends[0] == 0
-    assert max(b - a for a, b in zip(ends, ends[1:], strict=False)) <= max_seqlen_q
+    assert max(b - a for a, b in pairwise(ends)) <= max_seqlen_q
     out = torch.full_like(q, torch.nan)
     for row, length in enumerate(cache_seqlens.tolist()):
         count = ends[row + 1] - ends[row]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Policy: TypeAlias = Literal["fcfs", "priority", "fair"]
+Backend: TypeAlias = Literal["uni", "mp", "ray"]  # how workers are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,45 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Over how many workers a model is spread, and who starts them."""
+
+    tensor: int = 1  # ranks that share each layer
+    pipeline: int = 1  # stages of layers, one after the other
+    backend: Backend = "uni"
+    ray_address: str | None = None  # of a running cluster; None: one on this machine
+    placement_seconds: float = 60.0  # in which the cluster must have room
+
+    @property
+    def size(self) -> int:
+        """Workers in all."""
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands, and how it meets the others; see `parallel/world.py`."""
+
+    rank: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    local_rank: int = 0  # among the ranks of its machine
+    local_size: int = 1
+    store: str = ""  # "file:PATH" or "tcp:HOST:PORT"
+    host: str = "127.0.0.1"  # address of the interface that collectives use
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline
+
+    @property
+    def answers(self) -> bool:
+        """True for the one rank that draws tokens: the last stage's first."""
+        return self.rank == self.size - self.tensor
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Settings of one worker. `None` means: the worker decides and says why in its notes."""
 
@@ -65,5 +105,6 @@ class WorkerConfig:
     cache_dir: str | None = None  # of built kernels; None: ~/.cache/octavo
     seed: int = 0  # of dummy weights
     hf_overrides: tuple[tuple[str, object], ...] = ()
+    parallel: ParallelConfig = ParallelConfig()
     # For grammars; None: no request has one.
     vocabulary: Vocabulary | None = field(default=None, repr=False)

@@ -6,9 +6,11 @@ none of them stands on a command line. Torch is imported in here and never in th
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -19,6 +21,7 @@ from octavo.engine.process import Report, run
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.trace import Tracer
 from octavo.errors import OctavoError
+from octavo.executor.base import Executor
 from octavo.types import WorkerInfo
 
 
@@ -33,12 +36,16 @@ class CoreSettings:
 
 
 def build_core(
-    worker: WorkerConfig, scheduler: SchedulerConfig, report: Report
+    worker: WorkerConfig,
+    scheduler: SchedulerConfig,
+    report: Report,
+    folder: Path | None = None,
 ) -> tuple[EngineCore, WorkerInfo]:
-    """Starts a worker in this process and puts scheduler and core before it."""
-    from octavo.executor.local import LocalExecutor
+    """Starts the workers, one of them in this process, and puts scheduler and core before them.
 
-    executor = LocalExecutor(worker, report=report)
+    `folder` is private to this user, for sockets; one is made if it is left out and needed.
+    """
+    executor = _executor(worker, report, folder)
     info = executor.start()
     # What does not fit has been refused by the worker; see `worker/memory.py`.
     sized = replace(
@@ -53,6 +60,34 @@ def build_core(
     return EngineCore(Scheduler(sized, tracer), executor), info
 
 
+def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Executor:
+    """As `worker.parallel` says."""
+    if worker.parallel.backend == "uni":
+        from octavo.executor.local import LocalExecutor
+
+        return LocalExecutor(worker, report=report)
+    check_division(worker)
+    from octavo.executor.remote import RemoteExecutor
+    from octavo.executor.spawn import LocalCrew
+
+    crew = LocalCrew(worker.parallel, folder)
+    return RemoteExecutor(worker, crew, report=report, parent=os.getpid())
+
+
+def check_division(worker: WorkerConfig) -> None:
+    """Refuses a model that cannot be spread so, before processes are started for it.
+
+    Raises ConfigError or CheckpointError.
+    """
+    from octavo.checkpoint.checkpoint import open_checkpoint
+    from octavo.models.divide import check_sizes
+    from octavo.models.registry import read_spec
+
+    checkpoint = open_checkpoint(worker.model, load_format=worker.load_format)
+    spec = read_spec({**checkpoint.config, **dict(worker.hf_overrides)})
+    check_sizes(spec, worker.parallel.tensor, worker.parallel.pipeline)
+
+
 def main() -> int:
     """Reads the settings, serves until told to stop, and gives the exit code."""
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
@@ -64,7 +99,9 @@ def main() -> int:
         return run(
             settings.addresses,
             settings.parent,
-            lambda report: build_core(settings.worker, settings.scheduler, report),
+            lambda report: build_core(
+                settings.worker, settings.scheduler, report, settings.addresses[0].folder
+            ),
         )
     except OctavoError:
         return 1  # the client has been told, and tells the operator

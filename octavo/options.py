@@ -238,18 +238,17 @@ class EngineArgs(Record):
     )
     tensor_parallel_size: int = option(
         1,
-        "devices that share each layer; 1 in this build",
+        "devices that share each layer; it must divide the model's heads and widths",
         group="Execution",
-        only=(1,),
-        remedy=ONE_DEVICE,
+        minimum=1,
         env=("TENSOR_PARALLEL_SIZE",),
     )
     pipeline_parallel_size: int = option(
         1,
-        "devices that share the layers in turn; 1 in this build",
+        "stages that share the layers in turn, each of --tensor-parallel-size devices",
         group="Execution",
-        only=(1,),
-        remedy=ONE_DEVICE,
+        minimum=1,
+        env=("PIPELINE_PARALLEL_SIZE",),
     )
     data_parallel_size: int = option(
         1,
@@ -260,11 +259,19 @@ class EngineArgs(Record):
     )
     distributed_executor_backend: str | None = option(
         None,
-        "how workers are started; uni in this build",
+        "how workers are started: uni (one, in the engine's process), mp (processes of this "
+        "machine) or ray (actors of a cluster); if left out, uni for one device, ray where an "
+        "address of a cluster is given or the GPUs here are too few, else mp",
         kind="str",
         group="Execution",
-        only=("uni",),
-        remedy="the one worker lives in the engine's process; use uni or leave it out.",
+        choices=("uni", "mp", "ray"),
+    )
+    ray_address: str | None = option(
+        None,
+        "address of a running Ray cluster, HOST:PORT or auto",
+        kind="str",
+        group="Execution",
+        env=("RAY_ADDRESS",),
     )
 
     disable_log_stats: bool = option(

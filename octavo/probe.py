@@ -16,9 +16,16 @@ _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]", re.MULTILINE)
 
 def has_gpu(root: Path, visible: str | None) -> bool:
     """True if the driver shows a GPU; `visible` is CUDA_VISIBLE_DEVICES, None if not set."""
-    if visible is not None and visible.strip() in ("", "-1"):
-        return False
-    return any(path.name[6:].isdecimal() for path in (root / "dev").glob("nvidia*"))
+    return gpu_count(root, visible) > 0
+
+
+def gpu_count(root: Path, visible: str | None) -> int:
+    """How many GPUs the driver shows, of those that `visible` (CUDA_VISIBLE_DEVICES) names."""
+    found = sum(path.name[6:].isdecimal() for path in (root / "dev").glob("nvidia*"))
+    if visible is None:
+        return found
+    named = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return min(found, len(named))
 
 
 def torch_folder() -> Path | None:

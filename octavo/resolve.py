@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import Policy, SchedulerConfig, WorkerConfig
+from octavo.config import Backend, ParallelConfig, Policy, SchedulerConfig, WorkerConfig
 from octavo.errors import ConfigError
 from octavo.options import EngineArgs, cache_dir, visible_gpus
-from octavo.probe import built_for_cuda, has_gpu, torch_folder
+from octavo.probe import built_for_cuda, gpu_count, has_gpu, torch_folder
 from octavo.types import WorkerInfo
 
 FIT_TO_MEMORY = -1
@@ -77,7 +77,43 @@ def worker_config(
         cache_dir=str(cache_dir(args)),
         seed=args.seed,
         hf_overrides=tuple(sorted(args.hf_overrides.items())),
+        parallel=parallel_config(args, device),
     )
+
+
+def parallel_config(args: EngineArgs, device: str) -> ParallelConfig:
+    """How many workers there are and who starts them. Raises ConfigError."""
+    size = args.tensor_parallel_size * args.pipeline_parallel_size
+    backend = args.distributed_executor_backend
+    if backend == "uni" and size > 1:
+        raise ConfigError(
+            f"{args.label('distributed_executor_backend')}: it is one worker in the engine's "
+            f"process, and {size} are asked for; use mp or ray, or leave it out.",
+            "distributed_executor_backend",
+        )
+    if size > 1 and device.startswith("cuda:"):
+        raise ConfigError(
+            f"{args.label('device')}: {size} workers need a GPU each, and this names one; use "
+            "cuda, and CUDA_VISIBLE_DEVICES to choose among them.",
+            "device",
+        )
+    return ParallelConfig(
+        tensor=args.tensor_parallel_size,
+        pipeline=args.pipeline_parallel_size,
+        backend=_backend(args, device, size),
+        ray_address=args.ray_address,
+    )
+
+
+def _backend(args: EngineArgs, device: str, size: int) -> Backend:
+    known: dict[str | None, Backend] = {"uni": "uni", "mp": "mp", "ray": "ray"}
+    chosen = known.get(args.distributed_executor_backend)
+    if chosen is not None:
+        return chosen
+    if size == 1:
+        return "uni"
+    here = size if device == "cpu" else gpu_count(Path("/"), visible_gpus())
+    return "ray" if args.ray_address is not None or size > here else "mp"
 
 
 def device_name(args: EngineArgs) -> str:

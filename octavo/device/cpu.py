@@ -36,7 +36,8 @@ class CpuDevice:
     """All cores that this process may use, as one device.
 
     `threads` None takes one thread a usable physical core: more threads than that wait for each
-    other at every barrier.
+    other at every barrier. With `sharers` that is divided by so many processes of the same kind,
+    and so is the memory.
     """
 
     name = "cpu"
@@ -46,16 +47,20 @@ class CpuDevice:
     lookahead = 0
     block_size = 16
 
-    def __init__(self, threads: int | None = None, root: Path = Path("/")) -> None:
+    def __init__(
+        self, threads: int | None = None, root: Path = Path("/"), *, sharers: int = 1
+    ) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"threads is {threads}: at least 1 is needed", option="threads")
         self._root = root
+        self._sharers = sharers
         cores = read_cores(root)
-        self.threads = cores.usable if threads is None else threads
+        self.threads = max(1, cores.usable // sharers) if threads is None else threads
         self._flags = cpu_flags(root)
         quota = "" if cores.quota is None else f", quota {cores.quota:g}"
         found = f"{cores.physical} physical of {cores.logical} logical cores{quota}"
         chosen = "one a usable core" if threads is None else "as set"
+        chosen += f", shared by {sharers} workers" if sharers > 1 and threads is None else ""
         self.notes: tuple[str, ...] = (f"threads: {self.threads}, {chosen} ({found})",)
 
     def start(self) -> None:
@@ -77,7 +82,7 @@ class CpuDevice:
 
     def free_memory(self) -> int:
         """Memory available without swapping, within the control group's limit."""
-        return read_memory(self._root).free
+        return read_memory(self._root).free // self._sharers
 
     def default_dtype(self) -> torch.dtype:
         """bf16 if the core multiplies it natively, else f32, which is then faster."""

@@ -28,6 +28,11 @@ class Addresses:
         """Two sockets of client `number` inside a folder that only this user may enter."""
         return cls(f"ipc://{folder}/to-core-{number}", f"ipc://{folder}/from-core-{number}")
 
+    @property
+    def folder(self) -> Path:
+        """The folder that the sockets are in."""
+        return Path(self.to_core.removeprefix("ipc://")).parent
+
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     """A socket that never blocks the sender and never holds up an exit."""

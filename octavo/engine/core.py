@@ -134,6 +134,11 @@ class EngineCore:
             return self._land()
         return self._scheduler.report() if self._scheduler.has_news else None
 
+    def check(self) -> None:
+        """Raises EngineDead if the executor was lost while there was nothing to do."""
+        if not self._in_flight and not self._executor.alive():
+            raise EngineDead("a worker was lost while the engine was idle")
+
     def patience(self) -> float:
         """Seconds for which `step` may be put off, for requests that are about to come.
 

@@ -197,7 +197,10 @@ def run(
         inbox = Inbox(context, clients)
         outbox.send_all(Ready(info))
         heartbeat.phase, heartbeat.detail = "idle", ""
-        _serve(core, inbox, outbox, heartbeat)
+        try:
+            _serve(core, inbox, outbox, heartbeat)
+        finally:
+            core.close()
     except Exception as error:
         outbox.send_all(Died(f"{error}", type(error).__name__))
         raise
@@ -224,6 +227,7 @@ def _serve(core: EngineCore, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat)
             else:
                 core.abort(message.ids)
         if not core.has_work():
+            core.check()
             heartbeat.phase = "idle"
             continue
         if core.patience() > 0:

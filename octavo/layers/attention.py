@@ -37,7 +37,7 @@ class Attention:
         """`layer` is the block's index in the model, counted from 0."""
         self._backend = build.attention
         self._fused = build.attention if isinstance(build.attention, FusedAttention) else None
-        self._layer = layer
+        self._layer = layer - build.first_layer
         self.need = layer_need(build.need, spec, layer)
         self.rope = rope
         self.sinks: Tensor | None = None

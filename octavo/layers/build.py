@@ -23,3 +23,4 @@ class Build:
     quant: QuantMethod
     attention: AttentionBackend
     need: AttentionNeed  # per rank: heads are already divided
+    first_layer: int = 0  # of this stage: layers of the cache are counted from it

@@ -118,7 +118,7 @@ class LatentAttention:
         given = build.attention
         self._given = given if isinstance(given, LatentAttentionBackend) else None
         self._latent = latent
-        self._layer = layer
+        self._layer = layer - build.first_layer
         self.need = build.need
         self.rope = rope
         queries = query_part(build, spec.num_heads, latent)

@@ -8,10 +8,11 @@ Next file: `layers/attention.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
 from octavo.forward import ForwardBatch
 from octavo.layers.attention import Attention, chosen
 from octavo.layers.build import Build
@@ -22,6 +23,8 @@ from octavo.layers.parameters import Layer
 from octavo.layers.rope import Rope
 from octavo.models.sparse import SparseBlock
 from octavo.models.spec import ModelSpec
+from octavo.parallel.collectives import Sender, receive
+from octavo.parallel.mesh import Axis
 
 
 class Block:
@@ -126,46 +129,67 @@ class Decoder:
     """A decoder-only language model over paged keys and values.
 
     After construction its layers have no weights: fill them by `named_layers` (`models/load.py`
-    does) and call `finish`.
+    does) and call `finish`. A stage of a pipeline holds its own blocks, the first one the embedding
+    too, the last one norm and head; hidden states come from the stage before and go to the next.
     """
 
-    __slots__ = ("blocks", "embedding", "head", "local_rope", "norm", "rope", "spec")
+    __slots__ = (
+        *("blocks", "build", "embedding", "head", "layers", "local_rope", "norm", "rope", "spec"),
+        "_sender",
+    )
 
     blocks: tuple[Block | SparseBlock, ...]
+    embedding: VocabEmbedding | None
+    norm: RMSNorm | None
+    head: Head | None
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
-        if build.mesh.pp.size != 1:
-            raise ConfigError(
-                f"pipeline parallelism over {build.mesh.pp.size} stages is not supported; use 1",
-                "pipeline_parallel_size",
-            )
+        stage = build.mesh.pp
+        self.layers = stage.stretch(spec.num_layers)
+        build = replace(build, first_layer=self.layers.start)
+        self.build = build
         self.spec = spec
+        self._sender = None if stage.last else Sender(stage)
         self.rope = Rope(build, spec.rope, spec.max_model_len)
         local = spec.local_rope
         self.local_rope = Rope(build, local, spec.max_model_len) if local else self.rope
-        self.embedding = VocabEmbedding(
-            build, spec.vocab_size, spec.hidden_size, scale=spec.embedding_scale
-        )
+        self.embedding = self.norm = self.head = None
+        if stage.first or (stage.last and spec.tied):
+            self.embedding = VocabEmbedding(
+                build, spec.vocab_size, spec.hidden_size, scale=spec.embedding_scale
+            )
         self.blocks = tuple(
-            make_block(spec, build, self._rope_of(layer), layer) for layer in range(spec.num_layers)
+            make_block(spec, build, self._rope_of(layer), layer) for layer in self.layers
         )
-        self.norm = hidden_norm(build, spec)
-        self.head = Head(
-            build,
-            spec.vocab_size,
-            spec.hidden_size,
-            tied=self.embedding if spec.tied else None,
-            soft_cap=spec.logit_soft_cap,
-        )
+        if stage.last:
+            self.norm = hidden_norm(build, spec)
+            self.head = Head(
+                build,
+                spec.vocab_size,
+                spec.hidden_size,
+                tied=self.embedding if spec.tied else None,
+                soft_cap=spec.logit_soft_cap,
+            )
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Every layer that may have parameters, by dotted name; the embedding before the head."""
-        yield "embedding", self.embedding
-        for index, block in enumerate(self.blocks):
+        if self.embedding is not None:
+            yield "embedding", self.embedding
+        for index, block in zip(self.layers, self.blocks, strict=False):
             for name, layer in block.named_layers():
                 yield f"blocks.{index}.{name}", layer
-        yield "norm", self.norm
-        yield "head", self.head
+        if self.norm is not None:
+            yield "norm", self.norm
+        if self.head is not None:
+            yield "head", self.head
+
+    def other_stages(self) -> Iterator[Decoder]:
+        """The decoders of the other stages, without weights: for what they are called."""
+        mesh = self.build.mesh
+        for rank in range(mesh.pp.size):
+            if rank != mesh.pp.rank:
+                other = replace(mesh, pp=Axis(rank, mesh.pp.size))
+                yield Decoder(self.spec, replace(self.build, mesh=other))
 
     def _rope_of(self, layer: int) -> Rope:
         layers = self.spec.window_layers
@@ -181,18 +205,36 @@ class Decoder:
 
         With `rows` i32[S], tokens of which alone they are wanted: [S, H]. The last block then gives
         nothing to other tokens after its keys and values, which nobody would read.
+        A stage that is not the last sends its hidden states on, and returns them as they are.
         """
         change: Tensor | None = None
-        residual = self.embedding(input_ids)
+        residual = self._first(input_ids)
         last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
             change, residual = block(change, residual, batch, rows if index == last else None)
+        if self.norm is None:
+            return self._hand_on(residual if change is None else residual + change)
         if change is None:
             return self.norm(chosen(residual, rows))
         return self.norm.add(change, residual)[0]
 
+    def _first(self, input_ids: Tensor) -> Tensor:
+        """Hidden states [T, H] before the first block."""
+        stage, build = self.build.mesh.pp, self.build
+        if stage.first:
+            assert self.embedding is not None
+            return self.embedding(input_ids)
+        shape = (len(input_ids), self.spec.hidden_size)
+        return receive(torch.empty(shape, dtype=build.dtype, device=build.device), stage)
+
+    def _hand_on(self, hidden: Tensor) -> Tensor:
+        assert self._sender is not None, "the last stage has a norm"
+        self._sender.send(hidden)
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `hidden` [S, H] -> f32[S, V]."""
+        """Rows of `hidden` [S, H] -> f32[S, V]; of the last stage alone."""
+        assert self.head is not None, "the last stage has the head"
         return self.head(hidden)
 
     def forward(self, input_ids: Tensor, batch: ForwardBatch) -> Tensor:

@@ -66,6 +66,9 @@ def fuse(decoder: Decoder, ops: Ops) -> FusedDecoder | str:
     """
     if ops.stack is None:
         return f"{ops.name} kernels have no fused stack"
+    mesh = decoder.build.mesh
+    if mesh.size > 1:
+        return f"the layers are spread over {mesh.size} ranks"
     reason = unsupported(decoder.spec)
     if reason:
         return reason
@@ -103,6 +106,9 @@ def unsupported(spec: ModelSpec) -> str:
 
 def _model(decoder: Decoder) -> StackModel:
     spec, need = decoder.spec, decoder.blocks[0].attention.need
+    assert decoder.embedding is not None
+    assert decoder.norm is not None
+    assert decoder.head is not None
     return StackModel(
         blocks=tuple(_block(block) for block in decoder.blocks if isinstance(block, Block)),
         embedding=decoder.embedding.packed,

@@ -5,6 +5,8 @@ Not for: reading files, which is `weights/`. Next file: `decoder.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from octavo.attention.base import AttentionNeed
@@ -18,7 +20,7 @@ from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.select import Methods
-from octavo.weights.loader import LoadReport, Names, Progress, load
+from octavo.weights.loader import LoadReport, Names, Progress, checkpoint_names, load
 
 # Parameters of quantized layers; all other names a family's own map has.
 QUANTIZED = (
@@ -125,6 +127,15 @@ def load_weights(
         checkpoint,
         parameter_names(family.names),
         ignored=(*family.ignored_names(decoder.spec), *UNUSED),
+        elsewhere=frozenset(_of_other_stages(decoder, family.names)),
         progress=progress,
         device=device,
     )
+
+
+def _of_other_stages(decoder: Decoder, names: Names) -> Iterator[str]:
+    """What the other stages of a pipeline may read, quantized or not."""
+    for stage in decoder.other_stages():
+        for name in checkpoint_names(stage, names):
+            yield name
+            yield from (f"{name.removesuffix('.weight')}.{suffix}" for suffix in QUANTIZED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, TypeAlias
@@ -91,6 +91,7 @@ def load(
     names: Names,
     *,
     ignored: Sequence[str] = (),
+    elsewhere: Set[str] = frozenset(),
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> LoadReport:
@@ -98,12 +99,12 @@ def load(
 
     `names("blocks.0.attention.qkv.weight", "q")` gives the checkpoint's name of one part (the part
     is "" if not fused). `ignored` are regular expressions of checkpoint names that may be left
-    over (a tied head's copy, other stages' layers). Raises CheckpointError with the names that
-    are missing, left over, or of the wrong shape.
+    over (a tied head's copy), and `elsewhere` names that other stages read. Raises CheckpointError
+    with the names that are missing, left over, or of the wrong shape.
     """
     params = _plan(model, checkpoint, names)
     used = {piece.entry.name: piece.entry for param in params for piece in param.pieces}
-    left = _left_over(checkpoint, used, (*ALWAYS_IGNORED, *ignored))
+    left = _left_over(checkpoint, used.keys() | elsewhere, (*ALWAYS_IGNORED, *ignored))
     total = sum(_piece_bytes(piece) for param in params for piece in param.pieces)
     done, param_bytes = 0, 0
     by_layer: dict[str, list[_Param]] = {}
@@ -121,14 +122,23 @@ def load(
     return LoadReport(len(used), done, param_bytes, left)
 
 
+def checkpoint_names(model: FillableModel, names: Names) -> Iterator[str]:
+    """What the checkpoint calls all that `model` needs."""
+    for layer_name, layer in model.named_layers():
+        for name, spec in layer.param_specs().items():
+            for part in spec.parts:
+                yield names(f"{layer_name}.{name}", part.name)
+
+
 def load_dummy(model: FillableModel, *, seed: int = 0, device: str = "cpu") -> LoadReport:
     """Fills every layer with small random values that depend on `seed` and the parameter's name.
 
     Vectors called "weight" are the norms' and lie about one, so that activations keep their
     size. On the CPU the values are a stretch of one noise, so this runs at the speed of copying;
-    elsewhere they are drawn on the device, where that is as fast.
+    elsewhere they are drawn on the device, where that is as fast. On "meta" there are no values,
+    and the report says what would be allocated.
     """
-    noise = _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
+    noise = _maker(seed, device)
     param_bytes = 0
     for prefix, layer in model.named_layers():
         for name, spec in layer.param_specs().items():
@@ -141,7 +151,15 @@ def load_dummy(model: FillableModel, *, seed: int = 0, device: str = "cpu") -> L
     return LoadReport(0, 0, param_bytes, ())
 
 
-def _made_up(noise: _Noise | _DeviceNoise, name: str, spec: ParamSpec, device: str) -> Tensor:
+def _maker(seed: int, device: str) -> _Noise | _DeviceNoise | _NoNoise:
+    if device == "meta":
+        return _NoNoise()
+    return _Noise(seed) if device == "cpu" else _DeviceNoise(seed, device)
+
+
+def _made_up(
+    noise: _Noise | _DeviceNoise | _NoNoise, name: str, spec: ParamSpec, device: str
+) -> Tensor:
     if spec.dummy is not None:
         return torch.full(spec.shape, spec.dummy, dtype=spec.dtype, device=device)
     return noise.stretch(name, spec)
@@ -178,6 +196,14 @@ class _Noise:
                 scaled = (self._normal * 1e6).to(torch.int64).to(dtype)
             self._by_dtype[dtype] = scaled
         return self._by_dtype[dtype]
+
+
+class _NoNoise:
+    """Sizes alone."""
+
+    def stretch(self, name: str, spec: ParamSpec) -> Tensor:
+        """A tensor of `spec` without memory."""
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 class _DeviceNoise:
@@ -262,9 +288,7 @@ def _same_shape(found: tuple[int, ...], expected: tuple[int, ...], *, scales: bo
     return [size for size in found if size != 1] == [size for size in expected if size != 1]
 
 
-def _left_over(
-    checkpoint: Checkpoint, used: dict[str, TensorEntry], ignored: Sequence[str]
-) -> tuple[str, ...]:
+def _left_over(checkpoint: Checkpoint, used: Set[str], ignored: Sequence[str]) -> tuple[str, ...]:
     """Names that may be left over. Raises CheckpointError if there are others."""
     patterns = [re.compile(pattern) for pattern in ignored]
     left: list[str] = []

@@ -18,7 +18,7 @@ import torch
 from octavo.attention.base import AttentionBackend, AttentionNeed
 from octavo.attention.select import select as select_attention
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from octavo.config import WorkerConfig
+from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.device.cpu import CpuDevice
 from octavo.errors import ConfigError
@@ -26,6 +26,7 @@ from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
 from octavo.models.decoder import Decoder
+from octavo.models.divide import check_sizes
 from octavo.models.fused import fuse
 from octavo.models.load import attention_need, build_model, load_weights
 from octavo.models.quantization import read_scheme
@@ -70,10 +71,14 @@ class Choices:
     scheme: Scheme | None = None  # of the weights
 
 
-def open_device(config: WorkerConfig) -> Device:
-    """The device that the config names. Raises ConfigError if it cannot be used."""
+def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
+    """The device that the config names. Raises ConfigError if it cannot be used.
+
+    Ranks of one machine share its cores, and take one GPU each, from the one named on.
+    """
+    place = place or Place()
     if config.device == "cpu":
-        return CpuDevice(config.threads)
+        return CpuDevice(config.threads, sharers=place.local_size)
     name, _, index = config.device.partition(":")
     if name != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(
@@ -83,13 +88,14 @@ def open_device(config: WorkerConfig) -> Device:
         )
     from octavo.device.cuda_queue import CudaQueue
 
-    return CudaQueue(int(index or "0"), cache_dir=config.cache_dir)
+    return CudaQueue(int(index or "0") + place.local_rank, cache_dir=config.cache_dir)
 
 
 def open_model(config: WorkerConfig) -> tuple[Checkpoint, ModelSpec]:
     """The checkpoint and its spec. Raises CheckpointError and ConfigError."""
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     spec = read_spec({**checkpoint.config, **dict(config.hf_overrides)})
+    check_sizes(spec, config.parallel.tensor, config.parallel.pipeline)
     return checkpoint, spec
 
 
@@ -121,7 +127,11 @@ def scheme_of(config: WorkerConfig, checkpoint: Checkpoint) -> Scheme | None:
 
 
 def choose(
-    config: WorkerConfig, spec: ModelSpec, device: Device, scheme: Scheme | None = None
+    config: WorkerConfig,
+    spec: ModelSpec,
+    device: Device,
+    scheme: Scheme | None = None,
+    mesh: Mesh | None = None,
 ) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
@@ -135,7 +145,7 @@ def choose(
     )
     need = attention_need(
         spec,
-        mesh=Mesh.single(),
+        mesh=mesh or Mesh.single(),
         device=device.name,
         block_size=_block_size(config, device),
         dtype=dtype,
@@ -148,7 +158,11 @@ def choose(
 
 
 def build(
-    config: WorkerConfig, choices: Choices, device: Device, checkpoint: Checkpoint
+    config: WorkerConfig,
+    choices: Choices,
+    device: Device,
+    checkpoint: Checkpoint,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
     longest = config.max_model_len or 0
@@ -159,7 +173,7 @@ def build(
     return build_model(
         spec,
         Build(
-            mesh=Mesh.single(),
+            mesh=mesh or Mesh.single(),
             device=device.name,
             dtype=choices.dtype,
             ops=choices.ops,

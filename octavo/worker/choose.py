@@ -87,6 +87,23 @@ class Made:
         return self._chosen
 
 
+class NoChooser:
+    """Chooses nothing: another rank does, and later plans carry the tokens."""
+
+    def begin(self, rows: StepRows) -> None:
+        """Nothing."""
+
+    def choose(self, logits: Tensor | Drawn, rows: StepRows) -> Made:
+        """No tokens."""
+        return Made((np.zeros(0, np.int32), {}, {}))
+
+    def prompt_logprobs(
+        self, logits: Tensor, targets: list[int], want: Want
+    ) -> tuple[list[TokenLogprobs], bool]:
+        """None."""
+        return [], False
+
+
 class HostChooser:
     """Chooses in host memory."""
 

@@ -12,10 +12,11 @@ from octavo.config import WorkerConfig
 from octavo.device.base import Device
 from octavo.grammar.matcher import Grammars
 from octavo.kernels.slots import slot_ops
+from octavo.parallel.mesh import Mesh
 from octavo.worker.assemble import Choices
 from octavo.worker.buffers import HostInputs
 from octavo.worker.cache import allocate_cache
-from octavo.worker.choose import HostChooser
+from octavo.worker.choose import HostChooser, NoChooser
 from octavo.worker.graphs import CapturableAttention, Eager, Graphs, ladder, token_ladder
 from octavo.worker.runner import Model, Runner
 from octavo.worker.slots import HostSlots, SlotTable
@@ -58,9 +59,11 @@ def make_parts(
     *,
     num_blocks: int,
     max_model_len: int,
+    mesh: Mesh | None = None,
     grammars: Grammars | None = None,
 ) -> Parts:
     """Takes the cache and all memory that steps are given by."""
+    mesh = mesh or Mesh.single()
     make = _staged if device.asynchronous else _on_host
     limits = Limits(
         max_tokens=config.max_num_batched_tokens,
@@ -69,7 +72,7 @@ def make_parts(
         max_length=max_model_len,
         num_slots=config.max_num_seqs,
     )
-    return make(model, choices, config, device, num_blocks, limits, grammars)
+    return make(model, choices, config, device, num_blocks, limits, mesh, grammars)
 
 
 def _on_host(
@@ -79,12 +82,13 @@ def _on_host(
     device: Device,
     num_blocks: int,
     limits: Limits,
+    mesh: Mesh,
     grammars: Grammars | None,
 ) -> Parts:
     block_size = choices.need.block_size
     kv = allocate_cache(
         choices.attention.layout(choices.need, num_blocks),
-        num_layers=choices.spec.num_layers,
+        num_layers=len(mesh.pp.stretch(choices.spec.num_layers)),
         block_size=block_size,
         device=device,
     )
@@ -93,6 +97,7 @@ def _on_host(
         max_blocks=limits.max_blocks,
         vocab_size=choices.spec.vocab_size,
         grammars=grammars,
+        draws=mesh.samples,
     )
     runner = Runner(
         model=model,
@@ -105,7 +110,8 @@ def _on_host(
             max_rows=limits.max_rows,
             max_blocks=limits.max_blocks,
         ),
-        chooser=HostChooser(choices.ops.sample, slots),
+        chooser=HostChooser(choices.ops.sample, slots) if mesh.samples else NoChooser(),
+        last_stage=mesh.pp.last,
     )
     return Parts(runner, limits, None, "")
 
@@ -117,18 +123,22 @@ def _staged(
     device: Device,
     num_blocks: int,
     limits: Limits,
+    mesh: Mesh,
     grammars: Grammars | None,
 ) -> Parts:
     kv = allocate_cache(
         choices.attention.layout(choices.need, num_blocks + 1),  # one for idle rows
-        num_layers=choices.spec.num_layers,
+        num_layers=len(mesh.pp.stretch(choices.spec.num_layers)),
         block_size=choices.need.block_size,
         device=device,
     )
     ops = slot_ops(device.name)
     inputs = StagedInputs(device, ops, kv, limits)
     slots = SlotTable(
-        num_slots=limits.num_slots, vocab_size=choices.spec.vocab_size, grammars=grammars
+        num_slots=limits.num_slots,
+        vocab_size=choices.spec.vocab_size,
+        grammars=grammars,
+        draws=mesh.samples,
     )
     chooser = StagedChooser(
         choices.ops.sample,
@@ -143,11 +153,16 @@ def _staged(
     note = "graphs: none, as asked"
     if isinstance(choices.attention, CapturableAttention):
         choices.attention.reserve(limits.max_rows)
-        if not config.enforce_eager:
+        if not config.enforce_eager and mesh.pp.size == 1:
             graphs = Graphs(model, choices.attention, eager, inputs, device, chooser.draw)
     elif not config.enforce_eager:
         note = f"graphs: none, {choices.attention.name} attention cannot be captured"
     runner = Runner(
-        model=model, forward=graphs or eager, slots=slots, inputs=inputs, chooser=chooser
+        model=model,
+        forward=graphs or eager,
+        slots=slots,
+        inputs=inputs,
+        chooser=chooser if mesh.samples else NoChooser(),
+        last_stage=mesh.pp.last,
     )
     return Parts(runner, limits, graphs, note)

@@ -112,8 +112,17 @@ class Runner:
     """Runs plans in order on one model with one cache."""
 
     def __init__(
-        self, *, model: Model, forward: Forward, slots: SlotTable, inputs: Inputs, chooser: Chooser
+        self,
+        *,
+        model: Model,
+        forward: Forward,
+        slots: SlotTable,
+        inputs: Inputs,
+        chooser: Chooser,
+        last_stage: bool = True,
     ) -> None:
+        """A runner of a stage that is not the last hands hidden states on, and has no results."""
+        self._last_stage = last_stage
         self._model = model
         self._forward = forward
         self._slots = slots
@@ -132,7 +141,10 @@ class Runner:
         input_ids, batch = self._inputs.fill(plan, rows, self._forward.size(rows))
         logits: Tensor | Drawn | None
         extras = Extras()
-        if (rows.flags & (PROMPT_LOGPROBS | POOL)).any():
+        if not self._last_stage:
+            self._forward.hidden(input_ids, batch)
+            logits = None
+        elif (rows.flags & (PROMPT_LOGPROBS | POOL)).any():
             logits = self._with_prompts(input_ids, batch, rows, extras)
         else:
             logits = self._forward.logits(input_ids, batch, rows)

@@ -42,9 +42,15 @@ class SlotTable:
     """Rows 0..num_slots-1. Columns are public to the room."""
 
     def __init__(
-        self, *, num_slots: int, vocab_size: int, grammars: Grammars | None = None
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        draws: bool = True,
     ) -> None:
-        """Without `grammars` no sequence may have one."""
+        """Without `grammars` no sequence may have one, unless another rank `draws` the tokens."""
+        self._draws = draws
         self.num_slots = num_slots
         self.vocab_size = vocab_size
         self.grammars = grammars
@@ -92,7 +98,7 @@ class SlotTable:
 
     def _follower(self, admit: Admit, tokens: list[int]) -> Follower | None:
         grammar = admit.params.grammar
-        if grammar is None:
+        if grammar is None or not self._draws:
             return None
         assert self.grammars is not None, "requests with a grammar need a vocabulary"
         return self.grammars.follow(grammar, tokens[admit.num_prompt :])
@@ -112,8 +118,9 @@ class HostSlots(SlotTable):
         max_blocks: int,
         vocab_size: int,
         grammars: Grammars | None = None,
+        draws: bool = True,
     ) -> None:
-        super().__init__(num_slots=num_slots, vocab_size=vocab_size, grammars=grammars)
+        super().__init__(num_slots=num_slots, vocab_size=vocab_size, grammars=grammars, draws=draws)
         self.blocks: Ints = np.zeros((num_slots, max_blocks), np.int32)
         self.last_token: Ints = np.zeros(num_slots, np.int32)
         self._temperature = np.zeros(num_slots, np.float32)

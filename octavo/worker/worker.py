@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 
-from octavo.config import WorkerConfig
+from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.errors import ConfigError
 from octavo.grammar.matcher import Grammars
+from octavo.parallel.world import World, join
 from octavo.types import (
     PREPARE,
     SAMPLE,
@@ -46,11 +48,18 @@ GRAPH_BYTES = 2**29  # of the memory that captured graphs share
 
 
 class Worker:
-    """Serves plans on one device. `load` comes first and once; `step` and `control` follow."""
+    """Serves plans on one device. `load` comes first and once; `step` and `control` follow.
 
-    def __init__(self, config: WorkerConfig, device: Device | None = None) -> None:
+    With a `place` it is one of several ranks, all of which must get the same plans in one order.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, device: Device | None = None, place: Place | None = None
+    ) -> None:
         self._config = config
-        self._device: Device = open_device(config) if device is None else device
+        self._place = place or Place()
+        self._device: Device = open_device(config, place) if device is None else device
+        self.world = World()
         self._runner: Runner | None = None
         self._grammars: Grammars | None = None
         self._timings: list[tuple[str, float]] = []
@@ -68,16 +77,20 @@ class Worker:
         free_at_start = device.free_memory()
         with self._phase("open"):
             checkpoint, spec = open_model(config)
+        if self._place.size > 1:
+            with self._phase("join"):
+                self.world = join(self._place, device.name)
+        mesh = self.world.mesh
         with self._phase("kernels"):
             scheme = scheme_of(config, checkpoint)
-            choices = choose(config, spec, device, scheme)
+            choices = choose(config, spec, device, scheme, mesh)
             # What cannot fit now will not fit after loading: say so before that takes its time.
             plan_cache(self._cache_request(choices, free_at_start))
-        if config.vocabulary is not None:
+        if config.vocabulary is not None and mesh.samples:
             size, threads = choices.spec.vocab_size, min(8, device.threads)
             self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
-            decoder = build(config, choices, device, checkpoint)
+            decoder = build(config, choices, device, checkpoint, mesh)
             check_room(decoder, device.free_memory())
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
@@ -91,7 +104,7 @@ class Worker:
                 peak = self._peak_of_a_step(model, shortened(decoder), choices)
                 device.trim()
         with self._phase("cache"):
-            cache = plan_cache(self._cache_request(choices, free_at_start, peak))
+            cache = self._agree(self._cache_request(choices, free_at_start, peak))
             parts = self._make_parts(model, choices, cache.num_blocks, cache.max_model_len)
             self._runner = parts.runner
         with self._phase("warm-up"):
@@ -110,6 +123,11 @@ class Worker:
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one plan to its end."""
         return self.submit(plan).result()
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if the device works while the host goes on."""
+        return self._device.asynchronous
 
     def usable(self) -> bool:
         """False once the device answers nothing but errors."""
@@ -160,7 +178,7 @@ class Worker:
             budget = int(config.memory_fraction * free_at_start) - max(0, free_at_start - free)
         return CacheRequest(
             block_size=choices.need.block_size,
-            bytes_per_block=layout.layer_bytes * choices.spec.num_layers,
+            bytes_per_block=layout.layer_bytes * self._num_layers(choices),
             model_max_len=choices.spec.max_model_len,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -172,6 +190,18 @@ class Worker:
             own_memory=device.own_memory,
         )
 
+    def _num_layers(self, choices: Choices) -> int:
+        """Of this rank's stage."""
+        return len(self.world.mesh.pp.stretch(choices.spec.num_layers))
+
+    def _agree(self, request: CacheRequest) -> CachePlan:
+        """The cache that every rank has room for: blocks are numbered alike on all of them."""
+        cache = plan_cache(request)
+        least = self.world.least(cache.num_blocks)
+        if least == cache.num_blocks:
+            return cache
+        return plan_cache(replace(request, num_blocks=least, kv_cache_memory_bytes=None))
+
     def _make_parts(
         self, model: Model, choices: Choices, num_blocks: int, max_model_len: int
     ) -> Parts:
@@ -182,6 +212,7 @@ class Worker:
             self._device,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            mesh=self.world.mesh,
             grammars=self._grammars,
         )
 
@@ -248,6 +279,10 @@ class Worker:
     def _info(
         self, choices: Choices, loaded: LoadReport, cache: CachePlan, notes: tuple[str, ...]
     ) -> WorkerInfo:
+        depth, lookahead = self._device.depth, self._device.lookahead
+        if self.world.mesh.size > 1:
+            # Plans carry every token: one rank draws, and the others need not hear of it.
+            depth, lookahead = self.world.mesh.pp.size, 0
         return WorkerInfo(
             num_blocks=cache.num_blocks,
             block_size=choices.need.block_size,
@@ -259,8 +294,8 @@ class Worker:
             kv_bytes=cache.num_bytes,
             notes=notes,
             timings=tuple(self._timings),
-            depth=self._device.depth,
-            lookahead=self._device.lookahead,
+            depth=depth,
+            lookahead=lookahead,
         )
 
 

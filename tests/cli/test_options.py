@@ -73,7 +73,11 @@ def test_an_argument_equal_to_the_default_still_wins(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: EngineArgs(tensor_parallel_size=8), ("tensor_parallel_size=8", "use 1")),
+        (lambda: EngineArgs(tensor_parallel_size=0), ("tensor_parallel_size=0", "at least 1")),
+        (
+            lambda: EngineArgs(distributed_executor_backend="mpi"),
+            ("distributed_executor_backend='mpi'", "uni, mp, ray"),
+        ),
         (lambda: EngineArgs(kv_cache_dtype="int3"), ("int3", "auto, bfloat16")),
         (lambda: EngineArgs(trust_remote_code=True), ("trust_remote_code=True", "never run")),
         (lambda: EngineArgs(block_size=0), ("block_size=0", "from 1 to 256")),
@@ -103,8 +107,8 @@ def test_what_cannot_be_honoured_is_refused_with_option_value_and_remedy(
 
 
 def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSOR_PARALLEL_SIZE", "8")
-    with pytest.raises(ConfigError, match=r"TENSOR_PARALLEL_SIZE=8 \(environment, --tensor-par"):
+    monkeypatch.setenv("TENSOR_PARALLEL_SIZE", "0")
+    with pytest.raises(ConfigError, match=r"TENSOR_PARALLEL_SIZE=0 \(environment, --tensor-par"):
         EngineArgs().check()
 
 

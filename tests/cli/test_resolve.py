@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from octavo.errors import ConfigError
@@ -103,4 +105,36 @@ def test_the_cache_is_in_the_models_format() -> None:
 
 def test_options_are_checked_first() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        worker_config(EngineArgs(tensor_parallel_size=2))
+        worker_config(EngineArgs(tensor_parallel_size=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "uni"),
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"pipeline_parallel_size": 3}, "mp"),
+        ({"tensor_parallel_size": 2, "ray_address": "auto"}, "ray"),
+        ({"ray_address": "auto"}, "uni"),
+        ({"distributed_executor_backend": "ray"}, "ray"),
+        ({"tensor_parallel_size": 64, "device": "cuda"}, "ray"),  # not so many GPUs here
+    ],
+)
+def test_who_starts_the_workers(changes: dict[str, Any], expected: str) -> None:
+    found = worker_config(EngineArgs(**{"device": "cpu", **changes})).parallel
+    assert found.backend == expected
+    assert found.size == changes.get("tensor_parallel_size", 1) * changes.get(
+        "pipeline_parallel_size", 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"distributed_executor_backend": "uni"}, "one worker in the engine's process, and 2"),
+        ({"device": "cuda:1"}, "need a GPU each"),
+    ],
+)
+def test_workers_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        worker_config(EngineArgs(**{"device": "cpu", "tensor_parallel_size": 2, **changes}))

@@ -1,6 +1,7 @@
 """Each family equals transformers on each set of kernels, however its tokens are computed.
 
-Logits in f32 within 1e-4, and 32 greedy tokens.
+Logits in f32 within 1e-4 each and 1e-5 by norm, and 32 greedy tokens. Each is compared plain, in
+chunks, from the prefix cache and in a batch with others; `test_parallel.py` has tensor parallelism.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.models.twins import CASES, Twin, shared_twin
 
 COUNT = 32
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+BY_NORM = 1e-5
 
 
 pytestmark = pytest.mark.parametrize("kernels", KERNELS)
@@ -33,8 +35,10 @@ def test_logits_equal_whole_and_in_chunks(case: str, kernels: str, block_size: i
     twin, driver = begin(case, kernels, block_size)
     prompt = twin.prompt(75)
     expected = twin.logits(prompt)
-    torch.testing.assert_close(driver.run(Row(list(prompt))), expected, **TOLERANCE)
-    torch.testing.assert_close(driver.run(Row(list(prompt)), chunk=9), expected, **TOLERANCE)
+    whole, chunked = driver.run(Row(list(prompt))), driver.run(Row(list(prompt)), chunk=7)
+    for found in (whole, chunked):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        assert float((found - expected).norm() / expected.norm()) < BY_NORM
 
 
 @functools.cache

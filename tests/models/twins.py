@@ -271,10 +271,12 @@ def make_twin(
     *,
     every_expert: bool = False,
     sizes: dict[str, Any] | None = None,
+    spread: float = 0.2,
 ) -> Twin:
     """The model of a case with fresh weights; biases and norms are random too.
 
-    With `every_expert` routed tokens go to all experts, so that nothing is chosen.
+    With `every_expert` routed tokens go to all experts, so that nothing is chosen. `spread` is the
+    weights' deviation: 0.2 is large for these sizes, so that scores are sharp and errors show.
     """
     seed = secrets.randbits(31) if seed is None else seed
     print(f"case {case}, seed {seed}")  # shown by pytest on failure
@@ -288,10 +290,10 @@ def make_twin(
     config = getattr(transformers, config_name)(**{**SIZES, **changes})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    norm = 0.0 if family.startswith("Gemma") else 1.0  # those hold their distance from one
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = "norm" in name
-            parameter.normal_(1.0 if is_norm else 0.0, 0.2)
+            parameter.normal_(norm if "norm" in name else 0.0, spread)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from octavo.kernels.cublaslt import products_of
 from octavo.kernels.experts import GroupedExperts
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
@@ -65,7 +66,7 @@ def linear(
     if suits(x, data):
         return skinny(x, data, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     if out_dtype is None or out_dtype == x.dtype:
-        return functional.linear(x, data, bias)
+        return _product(x, data, bias)
     if not x.is_cuda:
         return functional.linear(x.to(out_dtype), data.to(out_dtype), bias)
     # The sum is kept in f32 and not rounded to x's dtype on its way.
@@ -74,13 +75,24 @@ def linear(
     return out if out_dtype == torch.float32 else out.to(out_dtype)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] by the library."""
+    if bias is None and x.is_cuda:
+        products = products_of(x.device)
+        plan = products.find(x, weight)
+        if plan is not None:
+            return plan.run(x, weight)
+        products.see(weight)
+    return functional.linear(x, weight, bias)
+
+
 def linear_silu(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [T, K], weight plain [2 * I, K] (gate rows, then up rows) -> silu(gate x) * up x [T, I]."""
     if x.shape[0] == 1 and x.dtype.itemsize == 2:
         return gemv(x, weight.data, bias, silu=True)  # type: ignore[no-any-return]
     if suits(x, weight.data):
         return skinny(x, weight.data, bias, silu=True)  # type: ignore[no-any-return]
-    return silu_mul(functional.linear(x, weight.data, bias))  # type: ignore[no-any-return]
+    return silu_mul(_product(x, weight.data, bias))  # type: ignore[no-any-return]
 
 
 def embed(ids: Tensor, weight: PackedWeight) -> Tensor:

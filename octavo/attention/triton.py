@@ -23,8 +23,9 @@ from octavo.attention.prefill import Prefill, TritonPrefill
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import attention_tiles as tiles
-from octavo.kernels.triton.attention_decode import Heads, Pieces, decode, list_pieces
+from octavo.kernels.triton.attention_decode import Heads, decode
 from octavo.kernels.triton.attention_newest import Newest
+from octavo.kernels.triton.attention_pieces import Pieces, list_pieces
 from octavo.kernels.triton.launch import gpu_of
 from octavo.kernels.triton.rotary import rope_store, store
 

@@ -163,13 +163,13 @@ class Products:
     def find(self, x: Tensor, weight: Tensor) -> Plan | None:
         """The plan for x [M, K] times weight [N, K], or None: by the library's own choice."""
         plan = self._plans.get((x.shape[0], *weight.shape, str(x.dtype)[6:]))
-        if plan is None or x.stride() != (x.shape[1], 1) or x.data_ptr() % ALIGNED:
+        if plan is None or x.dtype != weight.dtype or not _is_plain(x) or not _is_plain(weight):
             return None
         return plan
 
     def see(self, weight: Tensor) -> None:
         """Weights that a model multiplies by, to time products with."""
-        if weight.numel() < LEAST or weight.dtype not in REAL_TYPES or weight.data_ptr() % ALIGNED:
+        if weight.numel() < LEAST or weight.dtype not in REAL_TYPES or not _is_plain(weight):
             return
         shape = (weight.shape[0], weight.shape[1])
         kept = [one for one in self._seen.get(shape, ()) if one() is not None]
@@ -258,6 +258,10 @@ class Products:
 def products_of(device: torch.device) -> Products:
     """What is known of a device's products, one for all models on it."""
     return Products(device)
+
+
+def _is_plain(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() and matrix.data_ptr() % ALIGNED == 0
 
 
 def _event() -> torch.cuda.Event:

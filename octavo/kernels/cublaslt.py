@@ -208,9 +208,20 @@ class Products:
             _write(path, self._known)
         for key in wanted:
             if self._known[key] and key not in self._plans:
-                self._plans[key] = self._library.remembered(key, self._known[key])
+                self._adopt(key, seen[key[1], key[2]][0])
         better = sum(key in self._plans for key in wanted)
         return f"products: {better} of {len(wanted)} by another algorithm, {len(new)} timed now"
+
+    def _adopt(self, key: Key, weight: Tensor) -> None:
+        """Takes what is known into use; runs it once, as a captured graph cannot load a kernel."""
+        assert self._library is not None
+        plan = self._library.remembered(key, self._known[key])
+        try:
+            plan.run(weight.new_zeros(key[0], key[2]), weight)
+        except RuntimeError:  # what a file says may be nothing that this library knows
+            self._known[key] = ""
+        else:
+            self._plans[key] = plan
 
     def _name(self) -> str:
         assert self._library is not None

@@ -35,22 +35,18 @@ from octavo.kernels.triton.attention_math import (
 )
 from octavo.kernels.triton.attention_newest import (
     Newest,
-    ask_for,
     newest_score,
     store_newest,
     turned,
     with_newest,
 )
 from octavo.kernels.triton.attention_pieces import Pieces, merge, merged_pieces, piece_of
-from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
+from octavo.kernels.triton.launch import pdl, power_of_2
 from octavo.kernels.triton.rotary import scaled
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SPLIT_CHUNK = 8  # pieces that are merged at once
 MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
-RESIDENTS = 4  # programs of a processor
-THEN = 0
-AHEAD = 1  # blocks of a program that are asked for before the projection is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ def _load_seen(
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "splits", "residents", "table_stride"],
+    do_not_specialize=["num_items", "splits", "table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
 )
 def decode_kernel(
@@ -120,7 +116,6 @@ def decode_kernel(
     table_stride,
     num_items,  # W
     splits,  # S; 1 is the single form
-    residents,  # programs that run side by side, read if THEN
     Q: tl.constexpr,
     G: tl.constexpr,  # query heads a key head
     GP: tl.constexpr,  # G rounded up to a power of 2, 16 at least
@@ -142,15 +137,12 @@ def decode_kernel(
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     SCALED: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks that are asked for before the wait
-    THEN: tl.constexpr,  # whether the first block of the program that comes next is asked for
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
     if PDL:
         gdc_launch_dependents()
-        if AHEAD == 0:
-            gdc_wait()
+        gdc_wait()
     head = tl.program_id(1)
     if LIST:
         piece = tl.program_id(0)
@@ -176,29 +168,6 @@ def decode_kernel(
     if NEWEST:
         owns = (high == length) & (low < high)
         high = tl.minimum(high, length - 1)
-    if AHEAD > 0:
-        for ahead in tl.static_range(AHEAD):
-            start = low + ahead * BN
-            if start < high:
-                offsets = page_offsets(row_table, start, high, page_stride, P, BN, D)
-                ask_for(key_ptr, offsets, D)
-                if PAIRS:
-                    ask_for(value_ptr, offsets // 2, D // 2)
-                else:
-                    ask_for(value_ptr, offsets, D)
-        if PDL:
-            gdc_wait()
-    if THEN > 0:
-        rows = tl.num_programs(0)
-        later = row + rows * (head + tl.num_programs(1) * tl.program_id(2)) + residents
-        later_row, later_unit = later % rows, later // rows
-        later_head = later_unit % tl.num_programs(1)
-        later_part = later_unit // tl.num_programs(1)
-        later_length = tl.load(lens_ptr + later_row)
-        _, later_low, later_high = piece_of(later_length, later_part, splits, BN, WINDOW)
-        later_table = table_ptr + later_row.to(tl.int64) * table_stride
-        later_high = tl.where(later_part < splits, later_high, 0)
-        later_page = tl.load(later_table + tl.minimum(later_low, later_length) // P)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
@@ -247,14 +216,6 @@ def decode_kernel(
             acc, total, best = attend_block(
                 acc, total, best, q, k, v, visible[None, :], scale, CAP, True
             )
-    if THEN > 0 and later_low < later_high:
-        inside_page = later_low % P + tl.arange(0, BN)
-        offsets = later_page.to(tl.int64) * page_stride + tl.minimum(inside_page, P - 1) * D
-        ask_for(keys_ptr + later_head.to(tl.int64) * head_stride, offsets, D)
-        if PAIRS:
-            ask_for(values_ptr + later_head.to(tl.int64) * (head_stride // 2), offsets // 2, D // 2)
-        else:
-            ask_for(values_ptr + later_head.to(tl.int64) * head_stride, offsets, D)
     if PAIRS:
         acc = tl.interleave(acc, odd)
     if NEWEST:
@@ -321,8 +282,8 @@ def decode(
     """Attention of q [R, Q, D] over pages [N, K, P, D] by table i32[R, B] into out [R, Q, D].
 
     `lens` i32[R] counts the keys of each row, the newest included; they are stored already.
-    With `newest` that is done here, queries come from it, and `q` is not read; the pages of the
-    rows' other keys must have been written before the launch before this one.
+    With `newest` that is done here, queries come from it, and `q` is not read; no row may read what
+    another one stores.
     """
     rows, num_heads, size = out.shape
     _, kv_heads, page, _ = keys.shape
@@ -363,7 +324,6 @@ def decode(
         table.stride(0),
         num_items,
         max(1, pieces.splits),
-        RESIDENTS * gpu_of(q.device).processors,
         Q=num_heads,
         G=group,
         GP=max(16, power_of_2(group)),
@@ -385,8 +345,6 @@ def decode(
         NORM=new.query_norm is not None,
         ROPE=new.cos_sin is not None,
         SCALED=(new.key_scale, new.value_scale) != (1.0, 1.0),
-        AHEAD=AHEAD if newest and early["PDL"] and not listed else 0,
-        THEN=THEN if early["PDL"] and not listed else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,

@@ -399,17 +399,25 @@ def cut_of(count: int, outputs: int, columns: int, processors: int, *, gated: bo
         rows = 32 if count <= 32 else 64
     else:
         rows = 64 if count <= 2 * MAX_ROWS or columns > outputs else 128
-    block = 64 if gated or rows == 128 else 128
-    tiles = divide_up(outputs, OUTPUTS) * divide_up(count, rows)
+    high = divide_up(outputs, OUTPUTS)
+    if rows == 64 and high * divide_up(count, rows) <= processors // 4:
+        rows = 32
+    tiles = high * divide_up(count, rows)
+    joined = gated and count > MAX_ROWS
+    if joined:
+        tiles = divide_up(outputs, OUTPUTS // 2) * divide_up(count, rows)
+    block = JOINED_COLUMNS if gated or rows == 128 else 128
     per_tile = divide_up(columns, block)
-    line = count <= FEW and tiles < 4 * processors
+    small = (2 if gated else 1) * outputs * columns <= SMALL
+    line = count <= FEW and tiles < 4 * processors and not small
     if line:
         span = max(LEAST, divide_up(tiles * per_tile, processors))
         programs = divide_up(tiles * per_tile, span)
     else:
-        splits = max(1, min(processors // tiles, columns // LONG))
-        span = divide_up(per_tile, splits)
-        programs = tiles * splits
+        few = count <= FEW and small
+        splits = processors // 2 // tiles if few else min(processors // tiles, columns // LONG)
+        span = max(divide_up(per_tile, max(1, splits)), min(LEAST, per_tile))
+        programs = tiles * divide_up(per_tile, span)
     ring = ALONE if programs <= processors else SHARED
-    stage = ((2 if gated else 1) * OUTPUTS + rows) * block * 2
-    return Cut(rows, block, ring // stage, span, line)
+    stage = ((2 if gated and not joined else 1) * OUTPUTS + rows) * block * 2
+    return Cut(rows, block, ring // stage, span, line, joined)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
+from octavo.admission import Admission
 from octavo.collect import OutputCollector
 from octavo.errors import ConfigError, EngineDead, InvalidRequest
 from octavo.foreign import ASYNC_ENGINE_ABSENT, absent_method, refuse_kwargs, refuse_lora
@@ -23,7 +24,7 @@ from octavo.prompts import PromptType, check_length, encode_prompt
 from octavo.sampling_params import SamplingParams
 from octavo.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
-from octavo.text_engine import Admission, TextEngine
+from octavo.text_engine import TextEngine
 
 UNLIMITED = 2**31
 

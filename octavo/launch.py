@@ -1,8 +1,8 @@
 """`octavo serve`: builds every process of a server, wires them, watches them, ends them.
 
-The only module, with the command line, that knows all rooms. Order of a start: options and files
-are checked, the core's process is started (it takes longest), then tokenizer and routes are made
-and the port is opened while the model still loads.
+The only module, with the command line, that knows all rooms. Order of a start: options are checked,
+the core's process is started (it takes longest), which imports while files are opened and the
+tokenizer is made; then it is told what to load, routes are made and the port is opened.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
+from octavo.admission import Admission
 from octavo.errors import ConfigError, OctavoError
 from octavo.fields import options_of
 from octavo.fleet import Fleet
@@ -27,16 +28,16 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
-from octavo.resolve import notes
+from octavo.resolve import is_in_core, notes
 from octavo.server.app import create_app
 from octavo.server.kept import KeepLimits
 from octavo.server.keys import Key, keys_of, read_keys
 from octavo.server.run import Listen, reserve
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
-from octavo.supervisor import CORE_PROGRAM, Supervisor
+from octavo.supervisor import CORE_PROGRAM, CoreProcess, Supervisor
 from octavo.text.pool import long_texts
-from octavo.text_engine import Admission, CoreSource, TextEngine, stalled_for
+from octavo.text_engine import CoreSource, TextEngine, stalled_for
 from octavo.types import WorkerInfo
 
 QUEUED_PER_RUNNING = 8  # default bound of the queue, as a multiple of what can run
@@ -66,7 +67,6 @@ def serve(
     try:
         server_args.check()
         launch = Launch(engine_args, server_args, began, program, keys_in(server_args))
-        frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
         several = server_args.api_server_count > 1
         if several and "seed" in engine_args.sources:
             raise ConfigError(
@@ -75,13 +75,20 @@ def serve(
                 "would not repeat; use one process, or leave it out and send seeds.",
                 "seed",
             )
-        return asyncio.run((_serve_several if several else _serve)(launch, frontend))
+        engine_args.check()
+        core = CoreProcess(program, prepares=is_in_core(engine_args))
+        try:
+            frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
+        except BaseException:
+            core.discard()
+            raise
+        return asyncio.run((_serve_several if several else _serve)(launch, frontend, core))
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 1
 
 
-async def _serve(launch: Launch, frontend: Frontend) -> int:
+async def _serve(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
     supervisor = Supervisor(
@@ -90,6 +97,7 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         on_stats=metrics.step,
         on_death=metrics.core_died,
         program=launch.program,
+        process=core,
     )
     await supervisor.start()
     try:
@@ -112,7 +120,7 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         await supervisor.stop()
 
 
-async def _serve_several(launch: Launch, frontend: Frontend) -> int:
+async def _serve_several(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     """As `_serve`, with HTTP in processes of their own that share the port; see `fleet.py`."""
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
@@ -125,18 +133,20 @@ async def _serve_several(launch: Launch, frontend: Frontend) -> int:
             on_death=metrics.core_died,
             program=launch.program,
             others=fleet,
+            process=core,
         )
         fleet.supervisor = supervisor
-        await supervisor.start()
-        ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
-        port = held.getsockname()[1]
+        watches: list[asyncio.Task[None]] = []
         try:
-            await fleet.start(_process_settings(launch, fleet, port))
+            fleet.open()
+            await supervisor.start()
+            watches.append(asyncio.create_task(_announce(launch, supervisor, metrics)))
+            watches.append(asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit)))
+            await fleet.start(_process_settings(launch, fleet, held.getsockname()[1]))
             return await _until_fleet_ends(launch, fleet, supervisor, stop=stop, hurry=hurry)
         finally:
-            ready.cancel()
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await fleet.stop()
             await supervisor.stop()
 
@@ -316,10 +326,14 @@ def keys_in(args: ServerArgs) -> tuple[Key, ...]:
 
 
 def _weights(launch: Launch) -> dict[str, float]:
-    """Shares of the queue by name of a key, where it is shared fairly."""
+    """Shares of the queue by name of a key, where it is shared fairly.
+
+    Keys that are for other things than asking, such as reading metrics, have none.
+    """
     if launch.engine.scheduling_policy != "fair":
         return {}
-    return {key.name: key.weight for key in (*keys_of(launch.server.api_key), *launch.keys)}
+    keys = (*keys_of(launch.server.api_key), *launch.keys)
+    return {key.name: key.weight for key in keys if "inference" in key.scopes}
 
 
 def settings_of(launch: Launch) -> ServerSettings:

@@ -18,7 +18,6 @@ from octavo.expand import Scheduling, expand, request_seeds
 from octavo.foreign import LLM_ENGINE_ABSENT, absent_method, refuse_kwargs, refuse_lora
 from octavo.frontend import Frontend
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.grammar.request import Form
 from octavo.grammar.vocabulary import vocabulary_of
 from octavo.obs.life import Life
 from octavo.obs.metrics import Metrics
@@ -131,7 +130,7 @@ class LLMEngine:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             seed=self._seeds.getrandbits(64),
-            grammar=self._grammar(params),
+            grammar=self._grammars.form(params.structured_outputs),
         )
         collector = OutputCollector(request_id, prompt.text, prompt.ids, params)
         running = self._requests[request_id] = _Running(request_id, collector)
@@ -156,12 +155,7 @@ class LLMEngine:
         params.verify()  # a record can be changed after it was made
         params.check_model(vocab_size=self.info.vocab_size, max_logprobs=self.args.max_logprobs)
         check_length(len(prompt.ids), self.info.max_model_len, None)
-        self._grammar(params)
-
-    def _grammar(self, params: SamplingParams) -> Form | None:
-        """The grammar of structured outputs; the last ones are remembered."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self._grammars.compile(wanted)
+        self._grammars.form(params.structured_outputs)  # remembered for `add_request`
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; the outputs of requests with news, as each asked for them."""

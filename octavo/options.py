@@ -139,7 +139,7 @@ class EngineArgs(Record):
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of the KV cache; auto is the model's",
+        "number format of the KV cache; auto is the model's, fp8 (e4m3) holds twice the tokens",
         group="Memory",
         env=("KV_CACHE_DTYPE",),
         choices=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"),
@@ -593,6 +593,8 @@ def _load(path: Path) -> Mapping[object, object]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}.", "config") from None
+    except UnicodeError as error:
+        raise ConfigError(f"--config {path} is not UTF-8 text: {error}.", "config") from None
     try:
         if path.suffix == ".toml":
             loaded: object = tomllib.loads(text)

@@ -19,7 +19,7 @@ from octavo.probe import built_for_cuda, gpu_count, has_gpu, torch_folder
 from octavo.types import WorkerInfo
 
 FIT_TO_MEMORY = -1
-FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")  # formats of a KV cache on a GPU
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")  # formats of a KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def worker_config(
         load_format=args.load_format,
         dtype=args.dtype,
         quantization=args.quantization,
-        kv_cache_dtype=_kv_cache_dtype(args, device),
+        kv_cache_dtype=_kv_cache_dtype(args),
         block_size=args.block_size,
         max_model_len=longest,
         max_num_seqs=_sequences(args, tokens, defaults),
@@ -103,6 +103,12 @@ def parallel_config(args: EngineArgs, device: str) -> ParallelConfig:
         backend=_backend(args, device, size),
         ray_address=args.ray_address,
     )
+
+
+def is_in_core(args: EngineArgs) -> bool:
+    """True if the one worker will run in the engine core's process."""
+    size = args.tensor_parallel_size * args.pipeline_parallel_size
+    return size == 1 and args.distributed_executor_backend in (None, "uni")
 
 
 def _backend(args: EngineArgs, device: str, size: int) -> Backend:
@@ -208,15 +214,9 @@ def _sequences(args: EngineArgs, tokens: int, defaults: Defaults) -> int:
     return args.max_num_seqs or min(defaults.sequences, tokens)
 
 
-def _kv_cache_dtype(args: EngineArgs, device: str) -> str:
+def _kv_cache_dtype(args: EngineArgs) -> str:
     known = args.kv_cache_dtype
     if known in FP8:
-        if device == "cpu":
-            raise ConfigError(
-                f"{args.label('kv_cache_dtype')}: keys and values are kept in the "
-                "model's format on the CPU; use auto, or --device cuda.",
-                "kv_cache_dtype",
-            )
         return known
     if known != "auto" and args.dtype not in ("auto", known):
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionNeed
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
-from octavo.kernels.cpu.binding import DTYPES, Heads, Library, load
+from octavo.kernels.cpu.binding import CACHES, DTYPES, Heads, Library, load
 
 MAX_BLOCK = 256
 MAX_HEAD = 256
@@ -43,18 +43,18 @@ class NativeAttention:
         self._library = loaded
 
     def supports(self, need: AttentionNeed) -> str | None:
-        """Heads of 16 to 256 in steps of 16, blocks up to 256, cache in the activations' dtype."""
+        """Heads of 16 to 256 in steps of 16, blocks up to 256; the cache may be in 8-bit floats."""
         reason = self._library.refuse(need.dtype)
         if reason:
             return reason
         if need.device != "cpu":
             return f"it runs on the CPU, not on {need.device}"
-        if need.cache_dtype != need.dtype:
+        if need.cache_dtype not in (need.dtype, *CACHES):
             return f"a cache of {need.cache_dtype} under activations of {need.dtype}"
         if need.sinks:
             return "no attention sinks"
-        if (need.key_scale, need.value_scale) != (1.0, 1.0):
-            return "no scales of keys and values"
+        if need.cache_dtype == need.dtype and (need.key_scale, need.value_scale) != (1.0, 1.0):
+            return f"scales of keys and values over a cache of {need.cache_dtype}, only over FP8"
         if need.head_dim % 16 or not 16 <= need.head_dim <= MAX_HEAD:
             return f"heads of {need.head_dim}: only multiples of 16 up to {MAX_HEAD}"
         if not 1 <= need.block_size <= MAX_BLOCK:
@@ -97,6 +97,9 @@ class NativeAttention:
             need.scale,
             need.soft_cap,
             need.window,
+            CACHES.get(need.cache_dtype, 0),
+            need.key_scale,
+            need.value_scale,
         )
         out = torch.empty(q.shape[0], need.num_heads * need.head_dim, dtype=q.dtype)
         self._library.call.oct_attention(

@@ -157,6 +157,7 @@ class Heartbeat:
         self.detail = ""
         self.last_step = time.monotonic()
         self.pending = 0
+        self.core: EngineCore | None = None  # once there is one
         self._context = context
         self._addresses = addresses
         self._parent = parent
@@ -166,7 +167,10 @@ class Heartbeat:
         outbox = Outbox(self._context, self._addresses)
         while os.getppid() == self._parent:
             now = time.monotonic()
-            outbox.send_all(Progress(now, self.phase, self.last_step, self.pending, self.detail))
+            allowed = 0.0 if self.core is None else self.core.allowance
+            outbox.send_all(
+                Progress(now, self.phase, self.last_step, self.pending, self.detail, allowed)
+            )
             time.sleep(HEARTBEAT_SECONDS)
         os._exit(1)
 
@@ -196,7 +200,7 @@ def run(
         core, info = build(report)
         inbox = Inbox(context, clients)
         outbox.send_all(Ready(info))
-        heartbeat.phase, heartbeat.detail = "idle", ""
+        heartbeat.core, heartbeat.phase, heartbeat.detail = core, "idle", ""
         try:
             _serve(core, inbox, outbox, heartbeat)
         finally:

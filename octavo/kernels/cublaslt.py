@@ -3,8 +3,8 @@
 The library offers several algorithms for a product, best first by its own estimate. For some
 numbers of rows the estimate is far off (28,672 x 4,096 by 560 rows: 271 us, where the second takes
 174), so a start times them for the sizes that it captures and keeps the answers in a file, which
-the next start reads. What was not timed goes the library's own way (`gpu.py`).
-Not for: rows that our own kernels multiply. Next file: `gpu.py`.
+the next start reads. What was not timed goes the library's own way (`gpu_products.py`).
+Not for: rows that our own kernels multiply. Next file: `gpu_quantized.py`.
 """
 
 from __future__ import annotations

@@ -28,12 +28,13 @@ def select(
     threads: int | None = None,
     device: str = "cpu",
     int8: bool = False,
+    copies: bool = False,
 ) -> tuple[Ops, tuple[str, ...]]:
     """(the kernels for activations of `dtype`, a line for each decision); `want` "auto" or a name.
 
     `cache` is the folder for built kernels (None: ~/.cache/octavo), `threads` the number of
     threads (None: torch's own). With `int8` all weights are packed in 8 bits, which native kernels
-    alone can. Raises ConfigError if the one that is wanted cannot be had.
+    alone can; `copies` is `triton_ops`'s. Raises ConfigError if the wanted one cannot be had.
     """
     if want not in ("auto", *NAMES):
         raise ConfigError(
@@ -46,7 +47,7 @@ def select(
         **reference,
     }
     if device != "cpu":
-        makers = {"triton": lambda: _triton(dtype, device), **reference}
+        makers = {"triton": lambda: _triton(dtype, device, copies), **reference}
     if want not in ("auto", *makers):
         raise ConfigError(
             f"kernels {want!r} do not run on {device}; use auto or {' or '.join(makers)}", "kernels"
@@ -90,9 +91,9 @@ def _onednn(dtype: torch.dtype) -> Ops | str:
     return onednn_ops(dtype)
 
 
-def _triton(dtype: torch.dtype, device: str) -> Ops | str:
+def _triton(dtype: torch.dtype, device: str, copies: bool) -> Ops | str:
     try:
         from octavo.kernels.gpu import triton_ops
     except ImportError as error:
         return f"{error}"
-    return triton_ops(dtype, torch.device(device))
+    return triton_ops(dtype, torch.device(device), copies=copies)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from octavo.kernels.ops import PackedWeight
@@ -29,6 +30,8 @@ class StackBlock:
     down: PackedWeight  # [H, I]
     down_bias: Tensor | None
     window: int  # 0 is none
+    key_scale: float = 1.0  # pages of 8-bit floats hold numbers divided by these
+    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +50,4 @@ class StackModel:
     eps: float
     scale: float
     soft_cap: float
+    cache_dtype: torch.dtype | None = None  # of pages in 8-bit floats; None: the activations'

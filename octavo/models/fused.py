@@ -122,6 +122,7 @@ def _model(decoder: Decoder) -> StackModel:
         eps=spec.rms_eps,
         scale=need.scale,
         soft_cap=need.soft_cap,
+        cache_dtype=None if need.cache_dtype == need.dtype else need.cache_dtype,
     )
 
 
@@ -141,4 +142,6 @@ def _block(block: Block) -> StackBlock:
         down=mlp.down.packed,
         down_bias=mlp.down.bias,
         window=attention.need.window,
+        key_scale=attention.need.key_scale,
+        value_scale=attention.need.value_scale,
     )

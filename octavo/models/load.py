@@ -5,13 +5,16 @@ Not for: reading files, which is `weights/`. Next file: `decoder.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from octavo.attention.base import AttentionNeed
 from octavo.checkpoint.records import Checkpoint
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.attention import Attention
 from octavo.layers.build import Build
 from octavo.layers.experts import Experts
 from octavo.layers.linear import Linear, share_kv_heads
@@ -21,13 +24,15 @@ from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.select import Methods
 from octavo.weights.loader import LoadReport, Names, Progress, checkpoint_names, load
+from octavo.weights.tensors import read_tensor
 
 # Parameters of quantized layers; all other names a family's own map has.
 QUANTIZED = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("weight_zero_point", "weight_g_idx", "input_scale"),
 )
-UNUSED = (r".*\.weight_shape",)  # what the config says already
+# What the config says already, and scales of the cache, which are read apart.
+UNUSED = (r".*\.weight_shape", r".*\.[kv]_scale")
 
 
 def attention_need(
@@ -84,6 +89,42 @@ def build_model(spec: ModelSpec, build: Build, methods: Methods | None = None) -
         elif isinstance(layer, Experts):
             refuse_experts(methods, layer, dotted, names)
     return decoder
+
+
+def set_cache_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
+    """Gives the layers' needs the scales that the checkpoint has of keys and values.
+
+    For a cache of 8-bit floats. The number of layers that got any. Raises CheckpointError if one is
+    not a number above 0.
+    """
+    names = family_of(decoder.spec.architecture).names
+    found = 0
+    for index, block in zip(decoder.layers, decoder.blocks, strict=True):
+        attention = block.attention
+        if not isinstance(attention, Attention):
+            continue
+        weight = names(f"blocks.{index}.attention.qkv.weight", "k")
+        module = weight.removesuffix(".k_proj.weight")
+        scales = [_scale_of(checkpoint, module, side) for side in ("k", "v")]
+        if scales != [None, None]:
+            key, value = (1.0 if scale is None else scale for scale in scales)
+            attention.need = replace(attention.need, key_scale=key, value_scale=value)
+            found += 1
+    return found
+
+
+def _scale_of(checkpoint: Checkpoint, module: str, side: str) -> float | None:
+    for name in (f"{module}.{side}_scale", f"{module}.{side}_proj.{side}_scale"):
+        entry = checkpoint.tensors.get(name)
+        if entry is None:
+            continue
+        value = read_tensor(entry, torch.float32).flatten().tolist()
+        if len(value) != 1 or not 0 < value[0] < math.inf:
+            raise CheckpointError(
+                f"{entry.file}: {name} is {value}; a scale of the cache is one number above 0"
+            )
+        return float(value[0])
+    return None
 
 
 def refuse_experts(methods: Methods, layer: Experts, dotted: str, names: Names) -> None:

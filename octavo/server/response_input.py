@@ -34,6 +34,7 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
     "structured_outputs.structural_tag": "tools",
     "structured_outputs.json": "text.format.schema",
     "structured_outputs": "text.format",

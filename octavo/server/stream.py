@@ -66,7 +66,9 @@ async def until_gone(request: Request, task: asyncio.Future[T], deadline: float)
     """
     if not await _settled(request, task, _patience(deadline)):
         await _cancel(task)
-        raise DeadlineExceeded("The request's deadline passed and the engine does not answer.")
+        raise DeadlineExceeded(
+            "The request's deadline passed and the engine is still busy with another step."
+        )
     return task.result()
 
 

@@ -25,12 +25,13 @@ from octavo.errors import ConfigError
 from octavo.kernels.ops import Ops
 from octavo.kernels.select import select as select_kernels
 from octavo.layers.build import Build
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Block, Decoder
 from octavo.models.divide import check_sizes
 from octavo.models.fused import fuse
-from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.load import attention_need, build_model, load_weights, set_cache_scales
 from octavo.models.quantization import read_scheme
 from octavo.models.registry import read_spec
+from octavo.models.sparse import SparseBlock
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
 from octavo.quant.scheme import Kind, Scheme
@@ -40,6 +41,7 @@ from octavo.worker.memory import size_text
 from octavo.worker.runner import Model
 
 MAX_BLOCK_SIZE = 256
+COPY_SHARE = 0.15  # of a GPU's memory, that plain copies of quantized weights may take
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = MappingProxyType(
@@ -135,6 +137,7 @@ def choose(
 ) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
+    copies = _copies_fit(spec, scheme, device)
     ops, kernel_notes = select_kernels(
         dtype,
         config.kernels,
@@ -142,6 +145,7 @@ def choose(
         threads=device.threads,
         device=device.name,
         int8=config.quantization == INT8,
+        copies=copies,
     )
     need = attention_need(
         spec,
@@ -152,9 +156,25 @@ def choose(
         cache_dtype=_cache_dtype(config, dtype),
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
-    weights = () if scheme is None else (note_of(scheme, ops, dtype),)
+    weights = [] if scheme is None else [note_of(scheme, ops, dtype)]
+    if copies:
+        size = size_text(plain_bytes(spec))
+        weights.append(f"weights: for products of many rows plain ones are kept too, {size}")
     notes = (dtype_note, *kernel_notes, *weights, *attention_notes)
     return Choices(spec, dtype, ops, attention, need, notes, scheme)
+
+
+def _copies_fit(spec: ModelSpec, scheme: Scheme | None, device: Device) -> bool:
+    """Whether weights of 4 bits are kept plain too, which more than a few rows are faster with."""
+    if scheme is None or scheme.kind != "int4" or not device.own_memory:
+        return False
+    return plain_bytes(spec) <= COPY_SHARE * device.total_memory()
+
+
+def plain_bytes(spec: ModelSpec) -> int:
+    """Bytes of a dense model's linear layers in 16 bits, without the head."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return 2 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 
 def build(
@@ -209,12 +229,29 @@ def fill(
     return load_weights(decoder, checkpoint, progress=progress, device=device.name)
 
 
+def scale_cache(decoder: Decoder, checkpoint: Checkpoint, choices: Choices) -> str:
+    """Takes the checkpoint's scales for a cache of 8-bit floats; a note, "" for other caches."""
+    if choices.need.cache_dtype.itemsize > 1:
+        return ""
+    count = set_cache_scales(decoder, checkpoint)
+    how = f"scales of {count} layers from the checkpoint" if count else "unscaled"
+    return f"kv cache: {_name(choices.need.cache_dtype)}, {how}"
+
+
 def shortened(decoder: Decoder) -> Decoder:
-    """The same with one block of each kind: it launches all kernels that the whole one does."""
+    """The same with one block of each kind, and the last: it launches all kernels of the whole one.
+
+    The last block is not like others: it may work for the tokens alone that are sampled.
+    """
     short = copy(decoder)
-    kinds = {(block.attention.need, type(block.mlp)): block for block in reversed(decoder.blocks)}
-    short.blocks = tuple(kinds.values())
+    kinds = {_kind_of(block): block for block in reversed(decoder.blocks)}
+    short.blocks = (*kinds.values(), *decoder.blocks[-1:])
     return short
+
+
+def _kind_of(block: Block | SparseBlock) -> tuple[AttentionNeed, type]:
+    """What its kernels are compiled for; scales are given to them as they run."""
+    return replace(block.attention.need, key_scale=1.0, value_scale=1.0), type(block.mlp)
 
 
 def finish(decoder: Decoder, ops: Ops) -> tuple[Model, str]:

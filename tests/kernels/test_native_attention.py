@@ -68,9 +68,7 @@ class Cache:
         ]
         layout = self.attention.layout(need, sum(counts) + 3)
         self.kv = KVCache(
-            (torch.full(layout.key, torch.nan, dtype=layout.dtype),),
-            (torch.full(layout.value, torch.nan, dtype=layout.dtype),),
-            size,
+            (nans(layout.key, layout.dtype),), (nans(layout.value, layout.dtype),), size
         )
 
     def step(self, work: list[tuple[int, int]]) -> list[Tensor]:
@@ -121,8 +119,10 @@ class Cache:
         need, sequence = self.need, self.sequences[index]
         length, group = len(sequence.q), need.num_heads // need.num_kv_heads
         q = sequence.q.double().transpose(0, 1)
-        k = sequence.k.double().repeat_interleave(group, 1).transpose(0, 1)
-        v = sequence.v.double().repeat_interleave(group, 1).transpose(0, 1)
+        keys = stored(sequence.k, need.cache_dtype, need.key_scale)
+        values = stored(sequence.v, need.cache_dtype, need.value_scale)
+        k = keys.double().repeat_interleave(group, 1).transpose(0, 1)
+        v = values.double().repeat_interleave(group, 1).transpose(0, 1)
         scores = q @ k.transpose(1, 2) * need.scale
         if need.soft_cap:
             scores = need.soft_cap * torch.tanh(scores / need.soft_cap)
@@ -132,6 +132,19 @@ class Cache:
             mask &= at[None, :] > at[:, None] - need.window
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return (weights @ v).transpose(0, 1).reshape(length, -1)
+
+
+def nans(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Every bit set is NaN in all formats."""
+    return torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """What a cache of `dtype` gives back."""
+    if dtype.itemsize > 1:
+        return x
+    most = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-most, most).to(dtype).float() * scale
 
 
 def check(cache: Cache, index: int, found: Tensor) -> None:
@@ -265,3 +278,41 @@ def test_what_it_cannot_do_it_says(changes: dict[str, Any], reason: str) -> None
     attention = NativeAttention(native_library())
     assert attention.supports(need_of(torch.float32)) is None
     assert reason in (attention.supports(replace(need_of(torch.float32), **changes)) or "")
+
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("block", [1, 7, 16, 24, 33, 64])
+def test_pages_in_8_bits(dtype: torch.dtype, cache_dtype: torch.dtype, block: int) -> None:
+    """Rounded to nearest as torch rounds, with scales, in half the memory."""
+    need = need_of(dtype, block_size=block, cache_dtype=cache_dtype)
+    need = replace(need, key_scale=random.uniform(0.01, 3), value_scale=random.uniform(0.01, 3))
+    cache = Cache(need, [37, 600])
+    assert cache.kv.keys[0].element_size() == 1
+    first, *parts = (cache.step(work)[0] for work in ([(0, 37)], [(1, 400)], [(1, 1)], [(1, 199)]))
+    check(cache, 0, first)
+    check(cache, 1, torch.cat(parts))
+
+
+@pytest.mark.parametrize("cache_dtype", FP8)
+def test_numbers_in_8_bits_round_as_torch_rounds(cache_dtype: torch.dtype) -> None:
+    """One key whose value is looked up: every code, what lies between, too large, tiny, NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
+    codes = codes[codes.isfinite()].sort().values
+    between = (codes[1:] + codes[:-1]) / 2
+    most = torch.finfo(cache_dtype).max
+    values = torch.cat((codes, between, torch.tensor([1e9, -1e9, 1e-9, -1e-9, 0.0])))
+    values = torch.cat((values, torch.zeros(-len(values) % 64))).view(-1, 1, 64)
+    need = need_of(torch.float32, num_heads=1, num_kv_heads=1, cache_dtype=cache_dtype)
+    cache = Cache(need, [1] * len(values))
+    for sequence, value in zip(cache.sequences, values, strict=True):
+        sequence.v = value.view(1, 1, 64)
+    found = torch.cat(cache.step([(i, 1) for i in range(len(values))]))
+    wanted = values.view(-1, 64).clamp(-most, most).to(cache_dtype).float()
+    assert torch.equal(found, wanted)
+    cache.sequences[0].v = torch.full((1, 1, 64), torch.nan)
+    cache.sequences[0].done = 0
+    assert cache.step([(0, 1)])[0].isnan().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import secrets
 from dataclasses import dataclass
@@ -284,10 +285,10 @@ def make_twin(
     family, changes = CASES[case]
     if every_expert:
         changes = {**changes, **all_chosen(changes)}
-    changes = {**changes, **(sizes or {})}
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    # A copy, since transformers writes defaults into the objects that it is given.
+    settings = copy.deepcopy({**SIZES, **changes, **(sizes or {})})
     config_name = f"{TEXT_CONFIGS.get(family, family)}Config"
-    config = getattr(transformers, config_name)(**{**SIZES, **changes})
+    config = getattr(transformers, config_name)(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     norm = 0.0 if family.startswith("Gemma") else 1.0  # those hold their distance from one

@@ -32,7 +32,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi"},
     "/v1/completions": {"prompt": "The owls"},
     "/v1/embeddings": {"input": "The owls"},
-    "/tokenize": {"prompt": "The owls"},
+    "/tokenize": {"messages": MESSAGES},
     "/detokenize": {"tokens": [5]},
     "/v2/models/{name}/generate": {"text_input": "The owls"},
 }

@@ -6,11 +6,13 @@
 // Positions are cut into segments at multiples of a fixed number of pages. Within a segment the
 // softmax has one maximum, and segments are merged in order. Both depend on a token's position
 // alone, so that a row's result is the same bits in decode, in any prefill chunk, on any thread.
+// Pages of 8-bit floats have the same order; a segment's are widened before they are used.
 // Masked tokens add exact zeros. Next file: sample.h.
 #pragma once
 
 #include <algorithm>
 
+#include "narrow.h"
 #include "rows.h"
 
 namespace oct {
@@ -23,6 +25,8 @@ struct Heads {
   float scale;
   float cap;   // 0 is none
   int window;  // 0 is none
+  int cache;   // a CacheKind
+  float key_scale, value_scale;  // what pages of 8-bit floats hold was divided by these
 
   int group() const { return queries / keys; }
   int groups_a_page() const { return (page + 15) / 16; }
@@ -41,25 +45,45 @@ struct Rows {
   long width;  // of the block table
 };
 
-template <class D>
-static inline void store_key(const typename D::T* key, typename D::T* page, int at, int size,
-                             int tokens) {
+template <class D, class T>
+static inline void store_key(const T* key, T* page, int at, int size, int tokens) {
   const int group = at / 16, lane = at % 16, w = std::min(16, tokens - group * 16);
-  typename D::T* out = page + (long)group * 16 * size + lane * D::kStep;
+  T* out = page + (long)group * 16 * size + lane * D::kStep;
   for (int d = 0; d < size; d += D::kStep, out += w * D::kStep) {
-    std::memcpy(out, key + d, D::kStep * sizeof(typename D::T));
+    std::memcpy(out, key + d, D::kStep * sizeof(T));
   }
 }
 
-template <class D>
-static inline void store_value(const typename D::T* value, typename D::T* page, int at, int size,
-                               int tokens) {
+template <class D, class T>
+static inline void store_value(const T* value, T* page, int at, int size, int tokens) {
   if (D::kStep == 1 || (at == tokens - 1 && at % 2 == 0)) {
-    std::memcpy(page + (long)at * size, value, size * sizeof(typename D::T));
+    std::memcpy(page + (long)at * size, value, size * sizeof(T));
     return;
   }
-  typename D::T* out = page + (long)(at / 2 * 2) * size + at % 2;
+  T* out = page + (long)(at / 2 * 2) * size + at % 2;
   for (int d = 0; d < size; ++d) out[d * 2] = value[d];
+}
+
+constexpr int kMaxHead = 256;
+
+// Keys or values of one token and key head into their cell, in the pages' format.
+template <class D, bool is_key>
+static inline void store_head(const Heads& h, const typename D::T* x, int slot, int head,
+                              void* pages) {
+  typedef typename D::T T;
+  const long page = ((long)(slot / h.page) * h.keys + head) * h.page * h.size;
+  const int at = slot % h.page;
+  if (h.cache == kSame) {
+    T* to = (T*)pages + page;
+    is_key ? store_key<D>(x, to, at, h.size, h.page) : store_value<D>(x, to, at, h.size, h.page);
+    return;
+  }
+  uint8_t bytes[kMaxHead];
+  uint8_t* to = (uint8_t*)pages + page;
+  narrow_row<D>(x, bytes, h.size, h.cache, is_key ? h.key_scale : h.value_scale);
+  const uint8_t* from = bytes;
+  is_key ? store_key<D>(from, to, at, h.size, h.page)
+         : store_value<D>(from, to, at, h.size, h.page);
 }
 
 // A group of up to 16 neighbouring tokens of one head.
@@ -230,10 +254,14 @@ struct Workspace {
   float* part_high;
   float* part_total;
   Group* groups;
+  T* wide;  // keys, then values, of a segment in 8-bit floats
 
+  static size_t wide_bytes(const Heads& h) {
+    return h.cache == kSame ? 0 : 2 * (long)h.groups_a_segment() * 16 * h.size * sizeof(T) + 128;
+  }
   static size_t bytes(const Heads& h) {
     const size_t rows = h.rows_an_item(), lanes = h.groups_a_segment() * 16;
-    return rows * h.size * (sizeof(T) + 8) + rows * lanes * (4 + sizeof(T)) + rows * 16 +
+    return wide_bytes(h) + rows * h.size * (sizeof(T) + 8) + rows * lanes * (4 + sizeof(T)) + rows * 16 +
            (h.groups_a_segment() + 4) * sizeof(Group) + 16 * kLine;
   }
   Workspace(char* memory, const Heads& h) {
@@ -253,6 +281,7 @@ struct Workspace {
     part_high = (float*)take(rows * 4);
     part_total = (float*)take(rows * 4);
     groups = (Group*)take((h.groups_a_segment() + 4) * sizeof(Group));
+    wide = (T*)take(wide_bytes(h));
   }
 };
 
@@ -281,8 +310,9 @@ static inline void merge_row(float& high, float& total, float* values, float par
 }
 
 template <class D>
-static inline void finish_row(float total, const float* values, typename D::T* out, int size) {
-  const V16 scale = _mm512_set1_ps(1.0f / total);
+static inline void finish_row(float total, float by, const float* values, typename D::T* out,
+                              int size) {
+  const V16 scale = _mm512_set1_ps(by / total);
   for (int i = 0; i < size; i += 16) {
     D::store(out + i, _mm512_mul_ps(_mm512_loadu_ps(values + i), scale));
   }
@@ -294,6 +324,7 @@ template <class D>
 static inline void soften(float* scores, typename D::T* weights, const Group* groups, int count,
                           int low, int high, const Heads& h, float& top_out, float& total_out) {
   const V16 minus = _mm512_set1_ps(-INFINITY);
+  const float score_scale = h.scale * h.key_scale;
   V16 best = minus;
   for (int g = 0; g < count; ++g) {
     V16 s = _mm512_loadu_ps(scores + g * 16);
@@ -302,8 +333,8 @@ static inline void soften(float* scores, typename D::T* weights, const Group* gr
     const bool masked = from > 0 || to < 16;
     if (h.cap != 0) {
       const V16 cap = _mm512_set1_ps(h.cap);
-      s = _mm512_div_ps(_mm512_mul_ps(s, _mm512_set1_ps(h.scale)), cap);
-      s = _mm512_div_ps(_mm512_mul_ps(cap, tanh16(s)), _mm512_set1_ps(h.scale));
+      s = _mm512_div_ps(_mm512_mul_ps(s, _mm512_set1_ps(score_scale)), cap);
+      s = _mm512_div_ps(_mm512_mul_ps(cap, tanh16(s)), _mm512_set1_ps(score_scale));
     }
     if (masked) {
       const __mmask16 keep = (to > 0 ? tail_mask(to) : 0) & ~(from > 0 ? tail_mask(from) : 0);
@@ -312,14 +343,14 @@ static inline void soften(float* scores, typename D::T* weights, const Group* gr
     if (masked || h.cap != 0) _mm512_storeu_ps(scores + g * 16, s);
     best = _mm512_max_ps(s, best);
   }
-  const float top = max_lanes(best) * h.scale;
+  const float top = max_lanes(best) * score_scale;
   top_out = top;
   if (top == -INFINITY) {
     for (int g = 0; g < count; ++g) D::store(weights + g * 16, _mm512_setzero_ps());
     total_out = 0;
     return;
   }
-  const V16 scale = _mm512_set1_ps(h.scale), shift = _mm512_set1_ps(top);
+  const V16 scale = _mm512_set1_ps(score_scale), shift = _mm512_set1_ps(top);
   V16 sum = _mm512_setzero_ps();
   for (int g = 0; g < count; ++g) {
     const V16 s = _mm512_fmsub_ps(_mm512_loadu_ps(scores + g * 16), scale, shift);
@@ -339,8 +370,24 @@ struct Attention {
   long q_stride;
   T* out;  // [T][stride]
   long out_stride;
-  const T* keys;
-  const T* values;
+  const void* keys;
+  const void* values;
+
+  long item_bytes() const { return heads.cache == kSame ? sizeof(T) : 1; }
+
+  // Puts the groups' numbers, widened, into the workspace, and the groups there.
+  void widen(Group* groups, int count, T* wide) const {
+    const WidenTable table(heads.cache);
+    T* values = wide + (long)heads.groups_a_segment() * 16 * heads.size;
+    for (int g = 0; g < count; ++g) {
+      const long at = (long)g * 16 * heads.size;
+      const int size = groups[g].width * heads.size;
+      widen_row<D>(groups[g].key, wide + at, size, table);
+      widen_row<D>(groups[g].value, values + at, size, table);
+      groups[g].key = (const char*)(wide + at);
+      groups[g].value = (const char*)(values + at);
+    }
+  }
 
   // Groups of a segment that are visible to positions [low, high).
   int collect(const Item& item, int segment, int low, int high, Group* groups) const {
@@ -358,8 +405,9 @@ struct Attention {
         if (g.position >= high) break;
         if (g.position + g.width <= low) continue;
         g.used = std::min(g.width, high - g.position);
-        g.key = (const char*)(keys + offset + (long)at * h.size);
-        g.value = (const char*)(values + offset + (long)at * h.size);
+        const long first_byte = (offset + (long)at * h.size) * item_bytes();
+        g.key = (const char*)keys + first_byte;
+        g.value = (const char*)values + first_byte;
         groups[count++] = g;
       }
     }
@@ -372,6 +420,7 @@ struct Attention {
     const int low = h.window ? std::max(0, item.position - h.window + 1) : 0;
     const int high = item.position + item.tokens;
     const int count = collect(item, index, low, high, w.groups);
+    if (h.cache != kSame) widen(w.groups, count, w.wide);
     for (int g = count; g < count + 4; ++g) w.groups[g] = w.groups[0];  // prefetched, not read
     in_row_tiles(n, [&](auto r, int first) {
       score_rows<D, r.value>(w.q + (long)first * h.size, h.size, w.groups, count,
@@ -421,7 +470,7 @@ struct Attention {
   void put(const Item& item, const Workspace<D>& w) const {
     const Heads& h = heads;
     for (int i = 0; i < item.tokens * h.group(); ++i) {
-      finish_row<D>(w.total[i], w.values + (long)i * h.size,
+      finish_row<D>(w.total[i], h.value_scale, w.values + (long)i * h.size,
                     out + (item.token + i / h.group()) * out_stride +
                         ((long)item.head * h.group() + i % h.group()) * h.size,
                     h.size);

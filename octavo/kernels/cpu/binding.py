@@ -18,6 +18,8 @@ import torch
 from octavo.kernels.cpu.build import find_library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# Number formats of pages: `oct::CacheKind`, where 0 is that of the activations.
+CACHES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 INT8_WEIGHTS = 3  # the code of bf16 activations over weights of 8 bits
 
 
@@ -32,6 +34,9 @@ class Heads(ctypes.Structure):
         ("scale", c_float),
         ("cap", c_float),
         ("window", c_int),
+        ("cache", c_int),
+        ("key_scale", c_float),
+        ("value_scale", c_float),
     ]
 
 
@@ -67,7 +72,7 @@ class StackShape(ctypes.Structure):
         ("eps", c_float),
         ("scale", c_float),
         ("cap", c_float),
-        ("unused", c_float),
+        ("cache", c_int),
         ("table", c_int64),
         ("embedding", c_int64),
         ("norm", c_int64),

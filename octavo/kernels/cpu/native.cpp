@@ -279,17 +279,17 @@ int oct_attention(void* pool, int dtype, const Heads* heads, const void* q, cons
     attention.q = (const T*)q;
     attention.out = (T*)out;
     attention.q_stride = attention.out_stride = (long)h.queries * h.size;
-    attention.keys = (const T*)keys;
-    attention.values = (const T*)values;
+    attention.keys = keys;
+    attention.values = values;
     plan.make(h, attention.rows, p.size());
     AttentionPlan& shared = plan;
     p.run(2, Workspace<D>::bytes(h), [&](Team& team) {
       team.run((int)ceil_div(tokens, 8), false, [&](int i) {
         for (int t = i * 8; t < std::min(tokens, i * 8 + 8); ++t) {
-          for (int head = 0; head < h.keys; ++head) {
-            store_token<D>(h, (const T*)k + ((long)t * h.keys + head) * h.size,
-                           (const T*)v + ((long)t * h.keys + head) * h.size, slots[t], head,
-                           (T*)keys, (T*)values);
+          for (int head = 0; head < h.keys && slots[t] >= 0; ++head) {
+            const long at = ((long)t * h.keys + head) * h.size;
+            store_head<D, true>(h, (const T*)k + at, slots[t], head, keys);
+            store_head<D, false>(h, (const T*)v + at, slots[t], head, values);
           }
         }
       });

@@ -1,6 +1,6 @@
 // Small work on one row: norms, rotary positions, gated activation. One rounding, at the end.
 //
-// Next file: attention.h.
+// Next file: narrow.h.
 #pragma once
 
 #include "gemm.h"

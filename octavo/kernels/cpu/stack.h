@@ -12,7 +12,8 @@ namespace oct {
 struct StackShape {
   int layers, hidden, intermediate, queries, keys, head_size, vocabulary, embedding_rows;
   int page, table_rows;
-  float eps, scale, cap, unused;
+  float eps, scale, cap;
+  int cache;  // a CacheKind
   int64_t table;  // f32 [table_rows, D]
   int64_t embedding, norm, head;
 };
@@ -20,7 +21,8 @@ struct StackShape {
 // Pointers of a block, as the caller lays them out.
 enum LayerField {
   kNorm, kQkv, kQkvBias, kQueryNorm, kKeyNorm, kOutput, kOutputBias,
-  kMlpNorm, kGateUp, kGateUpBias, kDown, kDownBias, kWindow, kLayerFields
+  kMlpNorm, kGateUp, kGateUpBias, kDown, kDownBias, kWindow,
+  kKeyScale, kValueScale, kLayerFields  // bits of floats
 };
 
 struct StepArrays {
@@ -31,16 +33,6 @@ struct StepArrays {
   int64_t logits;        // f32 [S, V], or 0
   int64_t hidden;        // [T, H], or 0: all rows after the last norm
 };
-
-template <class D>
-static inline void store_token(const Heads& h, const typename D::T* key,
-                               const typename D::T* value, int slot, int head,
-                               typename D::T* keys, typename D::T* values) {
-  if (slot < 0) return;
-  const long page = ((long)(slot / h.page) * h.keys + head) * h.page * h.size;
-  store_key<D>(key, keys + page, slot % h.page, h.size, h.page);
-  store_value<D>(value, values + page, slot % h.page, h.size, h.page);
-}
 
 // D is the type of activations, W that of weights: D, or INT8.
 template <class D, class W>
@@ -54,6 +46,7 @@ class Stack {
         *down_bias;
     Matrix qkv, output, gate_up, down;
     int window;
+    float key_scale, value_scale;
     int plan;
   };
 
@@ -75,6 +68,8 @@ class Stack {
       l.down = matrix<W>((const void*)fields[kDown], s_.hidden, s_.intermediate);
       l.down_bias = (const T*)fields[kDownBias];
       l.window = (int)fields[kWindow];
+      std::memcpy(&l.key_scale, &fields[kKeyScale], 4);
+      std::memcpy(&l.value_scale, &fields[kValueScale], 4);
       l.plan = 0;
       while (l.plan < (int)windows_.size() && windows_[l.plan] != l.window) ++l.plan;
       if (l.plan == (int)windows_.size()) windows_.push_back(l.window);
@@ -110,8 +105,9 @@ class Stack {
   }
 
  private:
-  Heads heads(int window) const {
-    return Heads{s_.queries, s_.keys, s_.head_size, s_.page, s_.scale, s_.cap, window};
+  Heads heads(int window, float key_scale = 1, float value_scale = 1) const {
+    return Heads{s_.queries, s_.keys, s_.head_size, s_.page,   s_.scale,
+                 s_.cap,     window,  s_.cache,     key_scale, value_scale};
   }
 
   int check(const StepArrays& step) const {
@@ -166,11 +162,11 @@ class Stack {
     each(team, tokens, [&](long t) { embed(ids[t], hidden_ + t * hidden_stride_); });
     for (int i = 0; i < s_.layers; ++i) {
       const Layer& l = layers_[i];
-      T* keys = (T*)((const int64_t*)step.keys)[i];
-      T* values = (T*)((const int64_t*)step.values)[i];
+      void* keys = (void*)((const int64_t*)step.keys)[i];
+      void* values = (void*)((const int64_t*)step.values)[i];
       Input x = normalize(team, l.norm, tokens, mine);
       project(team, l, x, step, keys, values);
-      Attention<D> attention{heads(l.window), rows, query_, query_stride_, mixed_, query_stride_,
+      Attention<D> attention{heads(l.window, l.key_scale, l.value_scale), rows, query_, query_stride_, mixed_, query_stride_,
                              keys, values};
       plans_[l.plan].template run<D>(team, attention, memory, share(team, l.output));
       x = prepare(team, mixed_, query_stride_, tokens, s_.queries * s_.head_size, mine);
@@ -259,7 +255,8 @@ class Stack {
   }
 
   // Queries, keys and values of one token and head, out of the projection.
-  void place(const Layer& l, const StepArrays& step, long t, int head, T* x, T* keys, T* values) {
+  void place(const Layer& l, const StepArrays& step, long t, int head, T* x, void* keys,
+             void* values) {
     const int size = s_.head_size;
     const float* row = (const float*)s_.table + ((const int*)step.positions)[t] * (long)size;
     const int slot = ((const int*)step.slots)[t];
@@ -270,18 +267,18 @@ class Stack {
     }
     if (slot < 0) return;
     const int key_head = (head - s_.queries) % s_.keys;
-    const long page = ((long)(slot / s_.page) * s_.keys + key_head) * s_.page * size;
+    const Heads h = heads(l.window, l.key_scale, l.value_scale);
     if (head < s_.queries + s_.keys) {
       if (l.key_norm) rms_norm_row<D>(x, l.key_norm, x, size, s_.eps);
       rope_head<D>(x, x, row, size);
-      store_key<D>(x, keys + page, slot % s_.page, size, s_.page);
+      store_head<D, true>(h, x, slot, key_head, keys);
     } else {
-      store_value<D>(x, values + page, slot % s_.page, size, s_.page);
+      store_head<D, false>(h, x, slot, key_head, values);
     }
   }
 
-  void project(Team& team, const Layer& l, const Input& x, const StepArrays& step, T* keys,
-               T* values) {
+  void project(Team& team, const Layer& l, const Input& x, const StepArrays& step, void* keys,
+               void* values) {
     const int size = s_.head_size, count = s_.queries + 2 * s_.keys, tokens = step.tokens;
     if (!whole_heads()) {
       product<W>(team, x.rows, x.stride, tokens, l.qkv,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.forward import ForwardBatch, KVCache
-from octavo.kernels.cpu.binding import Library, StackShape, StepArrays
+from octavo.kernels.cpu.binding import CACHES, Library, StackShape, StepArrays
 from octavo.kernels.ops import PackedWeight
 from octavo.kernels.stack import StackBlock, StackModel
 
@@ -126,7 +126,7 @@ class NativeStack:
             page = (model.num_kv_heads, kv.block_size * model.head_dim)
             for pages in (*kv.keys, *kv.values):
                 assert pages.shape[1:] == page, f"pages {tuple(pages.shape)}, not [N, {page}]"
-                assert pages.dtype == model.norm.dtype
+                assert pages.dtype == (model.cache_dtype or model.norm.dtype)
                 assert pages.is_contiguous()
             assert kv.block_size == model.block_size
             self._pointers = (_pointers(kv.keys), _pointers(kv.values))
@@ -159,7 +159,7 @@ def _shape(model: StackModel) -> StackShape:
         model.eps,
         model.scale,
         model.soft_cap,
-        0.0,
+        0 if model.cache_dtype is None else CACHES[model.cache_dtype],
         model.cos_sin.data_ptr(),
         model.embedding.data.data_ptr(),
         model.norm.data_ptr(),
@@ -183,7 +183,12 @@ def _fields(block: StackBlock) -> list[int]:
         block.down,
         block.down_bias,
     )
-    return [*(_address(part) for part in parts), block.window]
+    scales = (_float_bits(scale) for scale in (block.key_scale, block.value_scale))
+    return [*(_address(part) for part in parts), block.window, *scales]
+
+
+def _float_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
 def _address(part: Tensor | PackedWeight | None) -> int:

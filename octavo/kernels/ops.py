@@ -22,6 +22,19 @@ ExpertProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedForm:
+    """Experts with biases and a bounded gate: (up + 1) * gate * sigmoid(alpha * gate).
+
+    Gate is held to at most `limit`, up to at most as much on either side.
+    """
+
+    gate_up_bias: Tensor  # [E, 2 * I]
+    down_bias: Tensor  # [E, H]
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight matrix as a kernel wants it. `data` is owned; its layout is the kernel's secret."""
 
@@ -89,3 +102,5 @@ class Ops:
     # Weights of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I] -> their product, in
     # the layout that it wants; None: made of the others, see `experts.py`.
     experts: Callable[[Tensor, Tensor], ExpertProduct] | None = None
+    # The same for experts of that form; None: `kernels/experts.py`.
+    clamped_experts: Callable[[Tensor, Tensor, ClampedForm], ExpertProduct] | None = None

@@ -70,6 +70,7 @@ def attention_need(
         window=spec.window,
         windows_only=spec.window > 0 and (not spec.window_layers or all(spec.window_layers)),
         soft_cap=spec.attention_soft_cap,
+        sinks=spec.sinks,
     )
 
 

@@ -80,7 +80,7 @@ def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
     """
     place = place or Place()
     if config.device == "cpu":
-        return CpuDevice(config.threads, sharers=place.local_size)
+        return CpuDevice(config.threads, sharers=place.local_size * config.parallel.replicas)
     name, _, index = config.device.partition(":")
     if name != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(

@@ -212,6 +212,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # The window reaches everything, the other rotary base stays.
     "gemma3-wide": ("Gemma3", {"head_dim": 16, "sliding_window": 999, "rope_parameters": None}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                truncate=False,
+                beta_fast=32.0,
+                beta_slow=1.0,
+            ),
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,
+        },
+    ),
+    "gpt-oss-wide": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4}),
     "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0}),
 }
 
@@ -299,7 +318,7 @@ def make_twin(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     model = model.to(dtype)
-    state = in_file(model.state_dict())
+    state = model.state_dict() if family == "GptOss" else in_file(model.state_dict())
     if family == "Mixtral":
         state = {mixtral_name(name): tensor for name, tensor in state.items()}
     as_file = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"]}

@@ -15,7 +15,7 @@ from tests.worker.test_with_core import serve
 from tests.worker.test_worker import BLOCK_SIZE, config_of
 
 
-@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2", "deepseek-v3", "gpt-oss"])
 def test_tokens_through_the_engine(case: str, tmp_path: Path) -> None:
     """Chunks, shared prefixes, batches, preemption: as transformers generates, token by token."""
     twin = make_twin(case)

@@ -16,7 +16,7 @@ from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.binding import DTYPES, INT8_WEIGHTS, Library
 from octavo.kernels.cpu.experts import NativeExperts
 from octavo.kernels.cpu.stack import NativeStack
-from octavo.kernels.ops import ExpertProduct, Ops, PackedWeight, SampleRows
+from octavo.kernels.ops import ClampedForm, ExpertProduct, Ops, PackedWeight, SampleRows
 from octavo.kernels.stack import StackModel
 
 LAYOUT = "panels32"
@@ -58,6 +58,7 @@ class NativeOps:
             sample=self.sample,
             stack=self.stack,
             experts=self.experts,
+            clamped_experts=self.experts,
         )
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -223,9 +224,13 @@ class NativeOps:
         )
         return out
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
+    def experts(
+        self, gate_up: Tensor, down: Tensor, form: ClampedForm | None = None
+    ) -> ExpertProduct:
         """The product of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I]."""
-        return NativeExperts(self.library, self._weights, gate_up, down, dtype=self._dtype)
+        return NativeExperts(
+            self.library, self._weights, gate_up, down, dtype=self._dtype, form=form
+        )
 
     def stack(self, model: StackModel) -> NativeStack | str:
         """A runner of the whole model, or the reason why it cannot be one."""

@@ -47,9 +47,8 @@ class Parts:
 
     def many(self) -> list[int]:
         """Rows of the products of all steps that are captured, whatever the steps are."""
-        limits = self.limits
-        longest = min(limits.max_tokens, limits.max_length)
-        return sorted({*ladder(limits.max_rows), *token_ladder(longest)})
+        rows, tokens = self._sizes()
+        return sorted({*rows, *tokens})
 
     def capture(self) -> str:
         """Captures graphs of steps within the limits; a line that says so."""

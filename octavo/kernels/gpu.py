@@ -18,7 +18,7 @@ from octavo.kernels import gpu_quantized as quantized
 from octavo.kernels.gpu_quantized import pack_fp8, pack_grouped
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
-from octavo.kernels.triton.moe import TritonExperts
+from octavo.kernels.triton.moe import TritonClampedExperts, TritonExperts
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
 from octavo.kernels.triton.routing import route
@@ -67,6 +67,7 @@ def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = 
         pack_grouped=partial(pack_grouped, dtype=dtype, copy=copies) if small else None,
         pack_fp8=partial(pack_fp8, dtype=dtype) if small and capability >= (8, 9) else None,
         experts=TritonExperts,
+        clamped_experts=TritonClampedExperts,
         route=route,
     )
 

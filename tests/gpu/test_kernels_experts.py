@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.ops import PackedWeight, RouteRules
+from octavo.kernels.experts import clamped_mul
+from octavo.kernels.ops import ClampedForm, PackedWeight, RouteRules
 from octavo.layers.experts import route as plain_route
 from octavo.models.spec import MoeSpec
 from tests.gpu.measure import bound, distance, poison_allocator
@@ -208,4 +209,29 @@ def test_general_tiles(device: torch.device, dtype: torch.dtype) -> None:
     parts = products.in_tiles(inner, down, order, tile_rows=16, silu=False)
     found = products.sum_of(parts, order)
     exact = reference.experts(gate_up, down)(x.float(), experts, weights)
+    assert distance(found, exact) < 2 * bound(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 37, 400])
+def test_clamped_experts(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    """With biases and a bounded gate."""
+    skip_narrow(device, dtype)
+    if device.type != "cuda":
+        tokens = min(tokens, 9)
+    count, top, hidden, size = 5, 2, 72, 40
+    gate_up = (torch.randn(count, 2 * size, hidden, device=device) / hidden**0.5).to(dtype)
+    down = (torch.randn(count, hidden, size, device=device) / size**0.5).to(dtype)
+    biases = [torch.randn(count, width, device=device).to(dtype) for width in (2 * size, hidden)]
+    form = ClampedForm(biases[0], biases[1], 1.7, 1.5)
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    experts, weights, _ = random_pairs(device, tokens, count, top)
+    exact = torch.zeros(tokens, hidden, device=device)
+    for token in range(tokens):
+        for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
+            both = gate_up[expert].float() @ x[token].float() + biases[0][expert].float()
+            inner = clamped_mul(both[None], form.alpha, form.limit)[0]
+            exact[token] += weight * (down[expert].float() @ inner + biases[1][expert].float())
+    poison_allocator(device)
+    found = moe.TritonClampedExperts(gate_up, down, form)(x, experts, weights)
     assert distance(found, exact) < 2 * bound(device, dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels.ops import PackedWeight
+from octavo.kernels.ops import ClampedForm, PackedWeight
 from octavo.kernels.triton import experts as products
 from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.grouped import can_serve, grouped
@@ -97,6 +97,42 @@ class TritonExperts:
         inner = silu_mul(inner)
         parts = functional.grouped_mm(inner, self._down.transpose(1, 2), offs=order.ends)
         found: Tensor = products.sum_of(parts, order, weighed=True)
+        return found
+
+
+class TritonClampedExperts:
+    """An ExpertProduct for experts of `ClampedForm`, by the general kernel for tiles."""
+
+    __slots__ = ("_down", "_form", "_gate_up")
+
+    def __init__(self, gate_up: Tensor, down: Tensor, form: ClampedForm) -> None:
+        """gate_up [E, 2 * I, H], down [E, H, I]."""
+        self._gate_up = gate_up.contiguous()
+        self._down = down.contiguous()
+        self._form = form
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, /) -> Tensor:
+        """x [T, H], experts [T, k], weights f32[T, k] -> [T, H]."""
+        form, count = self._form, self._down.shape[0]
+        tokens, top = experts.shape
+        if tokens == 0:
+            return torch.zeros_like(x)
+        x, chosen = x.contiguous(), experts.to(torch.int32).contiguous()
+        rows = 16 if x.dtype.itemsize == 4 else min(64, tile_rows(tokens * top, count))
+        order = sort(x, chosen, weights.contiguous(), count=count, tile_rows=rows, copy=False)
+        inner = products.in_tiles(
+            x,
+            self._gate_up,
+            order,
+            tile_rows=rows,
+            silu=True,
+            bias=form.gate_up_bias,
+            clamp=(form.alpha, form.limit),
+        )
+        parts = products.in_tiles(
+            inner, self._down, order, tile_rows=rows, silu=False, bias=form.down_bias
+        )
+        found: Tensor = products.sum_of(parts, order)
         return found
 
 

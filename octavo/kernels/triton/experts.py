@@ -167,7 +167,8 @@ def one_tiles(hidden: int, size: int) -> tuple[tuple[int, int, int], tuple[int, 
     columns = min(2048, power_of_2(hidden))
     while columns > 256 and hidden % columns:
         columns //= 2
-    return (max(1, 2048 // columns), columns, 4), (2, min(512, power_of_2(size)), 4)
+    inner = 256 if size % 512 and size % 256 == 0 else min(512, power_of_2(size))
+    return (max(1, 2048 // columns), columns, 4), (2, inner, 4)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ MORE = [
     ("phi3", 2, 1),
     ("qwen2-moe", 2, 1),
     ("glm4", 1, 2),
+    ("gpt-oss", 2, 2),
     ("mixtral", 2, 2),
     ("deepseek-v3", 2, 2),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -248,6 +249,7 @@ async def _announce(launch: Launch, supervisor: Supervisor | Replicas, metrics: 
         info = await supervisor.ready()
     except OctavoError:
         return  # the failure is dealt with where it is awaited
+    gc.freeze()  # what a start leaves stays: looking through it would hold up streams
     metrics.set_cache_config(_cache_config(info, launch.engine))
     if len(launch.keys) > 1 and launch.engine.scheduling_policy != "fair":
         logger.info(

@@ -20,6 +20,7 @@ from octavo.device.cuda import CudaDevice
 from octavo.device.cuda_ahead import Compilers, compile_ahead, name_versions
 
 TRITON_FOLDER = "triton"  # of compiled kernels, below the cache folder
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # where a GPU may be: no fork is in vain
 
 
 class _Memory:
@@ -52,7 +53,7 @@ class CudaQueue(CudaDevice):
         if cache_dir is not None:
             folder = Path(cache_dir) / TRITON_FOLDER
             triton.knobs.cache.dir = str(folder)
-            if not folder.is_dir():  # all is to be compiled
+            if not folder.is_dir() and any(driver.exists() for driver in DRIVERS):
                 self._compilers = Compilers()
         self._versions = threading.Thread(target=name_versions, name="versions", daemon=True)
         self._versions.start()

@@ -35,6 +35,7 @@ from octavo.types import (
     WorkerInfo,
 )
 
+TURNS_TO_BEGIN = 2  # turns of the event loop from the first news of a stream to its first byte
 RETRY_SECONDS = 0.05  # until a message is offered again to a core that has not connected
 
 logger = logging.getLogger("octavo.engine.client")
@@ -86,6 +87,7 @@ class EngineClient:
         self._replies: dict[int, asyncio.Future[dict[str, str]]] = {}
         self._numbers = itertools.count()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+        self._later: Sequence[SequenceOutput] = ()  # news that first tokens go before
         self._unsent: deque[bytes] = deque()  # while nobody is at the other end
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._to_core = open_socket(context, zmq.PUSH)
@@ -158,6 +160,7 @@ class EngineClient:
         self._end_streams(error)
 
     def _end_streams(self, error: ServerError) -> None:
+        self._push_later()
         streams = set(self._streams.values())
         self._streams.clear()
         for stream in streams:
@@ -206,6 +209,7 @@ class EngineClient:
             self._watched = -1
 
     def _handle(self, message: FromCore) -> None:
+        self._push_later()
         if isinstance(message, StepOutputs):
             self._deliver(message)
         elif isinstance(message, Progress):
@@ -233,8 +237,33 @@ class EngineClient:
         self.stats = message.stats
         if self._on_stats is not None:
             self._on_stats(message.stats)
+        outputs = message.outputs
+        firsts = next((n for n, o in enumerate(outputs) if not o.scheduled_at), len(outputs))
+        if 0 < firsts < len(outputs):
+            # First tokens are on their way to the socket before others are looked at: their
+            # answers begin, which takes some turns of the loop.
+            self._push(outputs[:firsts])
+            self._later = outputs[firsts:]
+            self._loop.call_soon(self._after, TURNS_TO_BEGIN, self._later)
+        else:
+            self._push(outputs)
+
+    def _after(self, turns: int, outputs: Sequence[SequenceOutput]) -> None:
+        """Pushes `outputs` after so many more turns of the loop, unless newer news has done it."""
+        if outputs is not self._later:
+            return
+        if turns:
+            self._loop.call_soon(self._after, turns - 1, outputs)
+        else:
+            self._push_later()
+
+    def _push_later(self) -> None:
+        later, self._later = self._later, ()
+        self._push(later)
+
+    def _push(self, outputs: Sequence[SequenceOutput]) -> None:
         streams = self._streams
-        for output in message.outputs:
+        for output in outputs:
             if output.reason is None:
                 stream = streams.get(output.id)
             else:

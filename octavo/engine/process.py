@@ -7,6 +7,7 @@ Next file: `client.py`, the other end.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -198,6 +199,7 @@ def run(
     try:
         # Requests may be waiting in the sockets already; they are read once there is a core.
         core, info = build(report)
+        gc.freeze()  # what is there now stays: looking through it takes longer than a step
         inbox = Inbox(context, clients)
         outbox.send_all(Ready(info))
         heartbeat.core, heartbeat.phase, heartbeat.detail = core, "idle", ""

@@ -262,10 +262,6 @@ class Tokenizer:
         """Size of the id table, added tokens included."""
         return len(self.bytes_table)
 
-    def is_special(self, token: int) -> bool:
-        """True for tokens that are control and not text."""
-        return token in self.special_ids
-
 
 def _check_text(text: str) -> None:
     try:

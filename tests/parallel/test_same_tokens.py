@@ -32,6 +32,7 @@ MORE = [
     ("gpt-oss", 1, 2),
     ("qwen2-moe", 2, 1),
     ("glm4", 1, 2),
+    ("gpt-oss", 2, 2),
     ("mixtral", 2, 2),
     ("deepseek-v3", 2, 2),
 ]

@@ -30,6 +30,32 @@ LLAMA_8B: dict[str, object] = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 128001,
 }
+AWQ: dict[str, object] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+}
+FP8: dict[str, object] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        }
+    },
+}
+LLAMA_70B: dict[str, object] = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 QWEN3_06B: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",

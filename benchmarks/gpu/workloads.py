@@ -1,12 +1,14 @@
 """Runs the workloads of one GPU and prints peer, floor, ours and the ratio of each figure.
 
-    python benchmarks/gpu/workloads.py [--only A1,A2,B] [--json FILE] [--quick]
+    python -m benchmarks.gpu.workloads [--only A1,A3,B,C,C4,D] [--json FILE] [--quick]
 
 Drives the engine core with token ids, without tokenizer or HTTP; weights are random. A1: 512
 requests of 100 to 1,024 tokens in and out, 8B shape in bf16, output tokens a second. A2: the same
 model, time to the first token of one request alone (3 warm-ups, the median of 10), and the time
 between steps in which every sequence of a batch gets a token (prompts of 448 tokens, 128 outputs,
 the second of two passes, the median). A3: as A1 with an FP8 cache. B: the 0.6B shape, 256 requests.
+C: the 70B shape in static FP8, 128 requests of 512 tokens in and 256 out; C4: it in AWQ's 4 bits.
+D: A1 and A2 with the 8B shape in AWQ's 4 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, requests_of
+from benchmarks.gpu.shapes import AWQ, FP8, LLAMA_8B, LLAMA_70B, QWEN3_06B, requests_of
 from octavo.config import SchedulerConfig, WorkerConfig
 from octavo.core import build_core
 from octavo.engine.core import EngineCore
@@ -52,7 +54,14 @@ class Figure:
 class Engine:
     """A core with random weights, and requests put to it."""
 
-    def __init__(self, config: dict[str, object], *, max_model_len: int, cache: str = "auto"):
+    def __init__(
+        self,
+        config: dict[str, object],
+        *,
+        max_model_len: int,
+        cache: str = "auto",
+        sequences: int = SEQUENCES,
+    ):
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(config))
         worker = WorkerConfig(
@@ -62,11 +71,11 @@ class Engine:
             dtype="bfloat16",
             kv_cache_dtype=cache,
             max_model_len=max_model_len,
-            max_num_seqs=SEQUENCES,
+            max_num_seqs=sequences,
             max_num_batched_tokens=BATCHED_TOKENS,
             cache_dir=str(Path(tempfile.gettempdir()) / "octavo"),
         )
-        scheduler = SchedulerConfig(0, 0, 0, SEQUENCES, BATCHED_TOKENS, prefix_caching=False)
+        scheduler = SchedulerConfig(0, 0, 0, sequences, BATCHED_TOKENS, prefix_caching=False)
         started = time.perf_counter()
         self.core: EngineCore
         self.core, self.info = build_core(worker, scheduler, lambda _: None)
@@ -110,6 +119,14 @@ class Engine:
         seconds = time.perf_counter() - started
         assert tokens == sum(draw.output for draw in draws)
         return tokens / seconds
+
+    def even_throughput(self, count: int, prompt: int, output: int) -> float:
+        """Output tokens a second of requests that are all alike."""
+        for _ in range(count):
+            self.add(self.prompt(prompt), output)
+        started = time.perf_counter()
+        tokens = self.finish()
+        return tokens / (time.perf_counter() - started)
 
     def first_token(self, length: int) -> float:
         """Milliseconds."""
@@ -189,10 +206,65 @@ def b(quick: bool) -> list[Figure]:
     return figures
 
 
+def c(quick: bool, quantization: dict[str, object] = FP8, name: str = "C") -> list[Figure]:
+    """70B in 8-bit floats; no peer has been measured with it in 4 bits."""
+    config = {**LLAMA_70B, "quantization_config": quantization}
+    engine = _started(Engine(config, max_model_len=4096, sequences=128))
+    peers = name == "C"
+    floors = (8.8, 8.9) if name == "C4" else (16.5, 18.0)
+    figures = []
+    for length, peer, floor in ((128, 28.8, 22.7 if name == "C4" else 16.5), (1024, 135.1, None)):
+        ours = engine.first_token(length)
+        shown = peer if peers else ours
+        figures.append(Figure(f"{name} first token {length}, ms", ours, shown, floor, False))
+    for batch, peer, floor in zip((1, 32), (19.7, 27.1), floors, strict=True):
+        ours = engine.between_tokens(batch)
+        shown = peer if peers else ours
+        figures.append(Figure(f"{name} step of {batch}, ms", ours, shown, floor, False))
+    if not quick:
+        rate = engine.even_throughput(128, 512, 256)
+        shown = 1916 if peers else rate
+        figures.append(Figure(f"{name} output tokens/s", rate, shown, None, True))
+    engine.close()
+    return figures
+
+
+def c4(quick: bool) -> list[Figure]:
+    """70B in 4 bits."""
+    return c(quick, AWQ, "C4")
+
+
+def d(quick: bool) -> list[Figure]:
+    """8B in 4 bits."""
+    config = {**LLAMA_8B, "quantization_config": AWQ}
+    engine = _started(Engine(config, max_model_len=10240))
+    figures = []
+    for batch, peer, floor in (
+        (1, 3.95, 1.2),
+        (8, 4.15, 1.3),
+        (64, 6.60, None),
+        (256, 13.97, None),
+    ):
+        if batch < 256 or not quick:
+            ours = engine.between_tokens(batch)
+            figures.append(Figure(f"D step of {batch}, ms", ours, peer, floor, False))
+    for length, peer in ((128, 9.46), (512, 17.29), (2048, 56.6)):
+        ours = engine.first_token(length)
+        figures.append(Figure(f"D first token {length}, ms", ours, peer, None, False))
+    if not quick:
+        rate = engine.throughput(512)
+        figures.append(Figure("D output tokens/s", rate, 10275, None, True))
+    engine.close()
+    return figures
+
+
 WORKLOADS: tuple[tuple[str, Callable[[bool], list[Figure]]], ...] = (
     ("A1", a1),
     ("A3", a3),
     ("B", b),
+    ("C", c),
+    ("C4", c4),
+    ("D", d),
 )
 
 

@@ -289,7 +289,7 @@ def fp8_cut(rows: int, columns: int, processors: int, *, blocked: bool) -> Fp8Cu
         splits = max(1, min(divide_up(4 * processors, tiles), columns // (4 * BLOCK), 8))
         return Fp8Cut(64, BLOCK, splits, 4, 5)
     if tiles <= processors:  # one program a processor, with much under way
-        return Fp8Cut(64, 512, 1, 4, 5)
+        return Fp8Cut(64, 512, 1, 4, 4)
     return Fp8Cut(64, 256, 2, 4, 3)
 
 

@@ -8,6 +8,7 @@ tells it (`fleet.py`). Started as `python -m octavo.api`, settings on standard i
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import signal
 import sys
 import time
@@ -20,7 +21,17 @@ from octavo import log
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineDead, OctavoError
 from octavo.frontend import Frontend
-from octavo.hub import ApiSettings, CoreDied, CoreStarted, Drain, Drained, Hello, Link, Listening
+from octavo.hub import (
+    BEAT,
+    ApiSettings,
+    CoreDied,
+    CoreStarted,
+    Drain,
+    Drained,
+    Hello,
+    Link,
+    Listening,
+)
 from octavo.launch import Launch, keys_in, listen, metrics_of, settings_of, text_engine_of
 from octavo.options import EngineArgs, ServerArgs
 from octavo.server import resume, timeline
@@ -31,6 +42,8 @@ from octavo.text_engine import TextEngine
 from octavo.types import StepStats
 
 GATHER_SECONDS = 3.0  # for all processes together to answer
+LAST_WORDS = 0.1  # seconds in which last events leave before the sockets close
+STDERR = 2
 
 
 class RemoteCore:
@@ -101,6 +114,9 @@ class ApiProcess:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()  # raises what kept the port from opening
+            if hearing.done() and self._engine is not None and self._engine.num_open:
+                await self._engine.drain(0.0)  # the server's own process is gone: say so
+                await asyncio.sleep(LAST_WORDS)
             self._closing.set()
             if not self._core.broken.is_set():
                 await serving
@@ -151,10 +167,12 @@ class ApiProcess:
 
     async def _drain(self, link: Link, timeout: float) -> None:
         cut = 0 if self._engine is None else await self._engine.drain(timeout, self._hurry)
-        await asyncio.sleep(0.1)  # last events leave before the sockets close
+        await asyncio.sleep(LAST_WORDS)
         link.send(Drained(cut))
 
     async def _answer(self, op: str, to: int) -> list[bytes]:
+        if op == BEAT:
+            return [b""]
         if op == "metrics":
             return [msgspec.msgpack.encode(self._metrics.snapshot())]
         if self._serving is None:
@@ -172,6 +190,8 @@ def main() -> int:
     # Ctrl-C and service managers signal every process of a group; the server's own process drains.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # Written by the signal handler itself, so a thread that holds the interpreter is seen too.
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
     engine, server = EngineArgs(**settings.engine), ServerArgs(**settings.server)
     for record, sources in (
         (engine, settings.engine_sources),

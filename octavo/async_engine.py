@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
+from octavo.admission import Admission
 from octavo.collect import OutputCollector
 from octavo.errors import ConfigError, EngineDead, InvalidRequest
 from octavo.foreign import ASYNC_ENGINE_ABSENT, absent_method, refuse_kwargs, refuse_lora
@@ -20,10 +21,11 @@ from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs
 from octavo.outputs import RequestOutput
 from octavo.prompts import PromptType, check_length, encode_prompt
+from octavo.replicas import Replicas, supervise
 from octavo.sampling_params import SamplingParams
 from octavo.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
-from octavo.text_engine import Admission, TextEngine
+from octavo.text_engine import TextEngine
 
 UNLIMITED = 2**31
 
@@ -34,7 +36,7 @@ class AsyncLLMEngine:
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self._frontend = Frontend.open(args)
-        self._supervisor: Supervisor | None = None
+        self._supervisor: Supervisor | Replicas | None = None
         self._engine: TextEngine | None = None
         self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first request
@@ -196,12 +198,8 @@ class AsyncLLMEngine:
             self._args.model,
             max_model_len=self._frontend.longest or 1,
         )
-        self._supervisor = Supervisor(
-            self._frontend.worker,
-            self._frontend.scheduler,
-            on_stats=metrics.step,
-            on_death=metrics.core_died,
-        )
+        replicas = self._args.data_parallel_size
+        self._supervisor = supervise(self._frontend, metrics, replicas)
         await self._supervisor.start()
         try:
             await self._supervisor.ready()
@@ -214,7 +212,7 @@ class AsyncLLMEngine:
             chat_template=self._frontend.chat_template,
             model_names=(self._args.model,),
             max_logprobs=self._args.max_logprobs,
-            admission=Admission(self._frontend.scheduler.max_num_seqs, UNLIMITED),
+            admission=Admission(replicas * self._frontend.scheduler.max_num_seqs, UNLIMITED),
             metrics=metrics,
             generation_defaults=self._frontend.sampling_defaults,
             settings=[(n, str(v), s) for n, v, s in self._args.effective()],

@@ -1,14 +1,17 @@
 """The program of the engine-core process: builds worker, scheduler and core, then serves.
 
 Started by `supervisor.py` as `python -m octavo.core`; its settings come over standard input so that
-none of them stands on a command line. Torch is imported in here and never in the API process.
+none of them stands on a command line. Torch is imported in here and never in the API process, if
+told so before settings come: while the server opens the model's files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from octavo.engine.trace import Tracer
 from octavo.errors import OctavoError
 from octavo.executor.base import Executor
 from octavo.types import WorkerInfo
+
+GET_READY = b" "  # before the settings, where the model will run in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,14 @@ def build_core(
     return EngineCore(Scheduler(sized, tracer), executor), info
 
 
+def _import_worker() -> None:
+    """What is wrong with it is told when it is imported again."""
+    with contextlib.suppress(Exception):
+        from octavo.executor.local import import_worker
+
+        import_worker()
+
+
 def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Executor:
     """As `worker.parallel` says."""
     if worker.parallel.backend == "uni":
@@ -68,6 +81,12 @@ def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Exec
         return LocalExecutor(worker, report=report)
     check_division(worker)
     from octavo.executor.remote import RemoteExecutor
+
+    if worker.parallel.backend == "ray":
+        from octavo.executor.ray import RayCrew
+
+        actors = RayCrew(worker.parallel, worker.device, worker.threads)
+        return RemoteExecutor(worker, actors, report=report)
     from octavo.executor.spawn import LocalCrew
 
     crew = LocalCrew(worker.parallel, folder)
@@ -90,11 +109,17 @@ def check_division(worker: WorkerConfig) -> None:
 
 def main() -> int:
     """Reads the settings, serves until told to stop, and gives the exit code."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=CoreSettings)
     # Ctrl-C and service managers signal every process of a group; the API process drains first
     # and then says stop. Should it die instead, the heartbeat notices and ends this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    first = sys.stdin.buffer.read(1)
+    if first == GET_READY:
+        threading.Thread(target=_import_worker, name="import", daemon=True).start()
+    told = first + sys.stdin.buffer.read()
+    if not told.strip():
+        return 1  # the server could not open the model, and has said so
+    settings = msgspec.json.decode(told, type=CoreSettings)
     try:
         return run(
             settings.addresses,

@@ -83,7 +83,7 @@ def parse(details: Option, text: str, label: str) -> object:
     if details.kind == "str":
         return normal(details, text)
     if details.kind == "list":
-        return [part.strip() for part in text.split(",") if part.strip()]
+        return [part.strip() for part in text.split(",")]
     if details.kind == "json":
         return _parse_json(text, label)
     return _parse_number(details, text, label)
@@ -227,6 +227,12 @@ class Record:
                 setattr(self, name, normal(details, self.__dict__[name]))
                 continue
             for variable in details.env:
+                if details.secret and details.kind == "list" and environ.get(variable) == "":
+                    raise ConfigError(
+                        f"{variable} is set and empty, which would leave the server open; give a "
+                        "key, or unset it.",
+                        name,
+                    )
                 if environ.get(variable, "") == "" or is_service_link(variable, environ[variable]):
                     continue
                 value = parse(details, environ[variable], f"{variable} (environment)")
@@ -304,6 +310,8 @@ def problem_of(details: Option, value: object) -> str:
         return f"it must be of type {wanted[details.kind][-1].__name__}{words}."
     if details.choices and value not in details.choices:
         return f"it must be one of {', '.join(details.choices)}."
+    if isinstance(value, (list, tuple)) and "" in value:
+        return "a text in it is empty; say what it is, or leave it out."
     if isinstance(value, (int, float)):
         return _range_problem(details, value)
     return ""

@@ -1,9 +1,9 @@
 """`Fleet`: the API processes of a server with more than one, seen from the process that owns them.
 
 That process owns the core too. It starts the API processes, tells them where the core is, gathers
-their metrics, lets them drain, and starts one anew that has died: its sequences are ended in the
-core, its counts are kept. Each has the same port (SO_REUSEPORT), so the kernel deals connections
-out. Not for: what an API process does (`api.py`, the next file).
+their metrics, lets them drain, and starts one anew that has died, or that hangs and is ended: its
+sequences are ended in the core, its counts are kept. Each has the same port (SO_REUSEPORT), so the
+kernel deals connections out. Not for: what an API process does (`api.py`, the next file).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,7 +25,17 @@ import msgspec
 from octavo.engine.channel import Addresses
 from octavo.engine.process import FORGET
 from octavo.errors import EngineDead, OctavoError
-from octavo.hub import CoreDied, CoreStarted, Drain, Drained, Hello, Hurry, Link, Listening
+from octavo.hub import (
+    BEAT,
+    CoreDied,
+    CoreStarted,
+    Drain,
+    Drained,
+    Hello,
+    Hurry,
+    Link,
+    Listening,
+)
 from octavo.obs.merge import Family, families_of, merge, only_sums
 from octavo.obs.metrics import Metrics
 from octavo.supervisor import MAX_RESTARTS, RESTART_WINDOW, Supervisor
@@ -33,6 +45,9 @@ PROGRAM = (sys.executable, "-m", "octavo.api")
 ANSWER_SECONDS = 1.0  # for one process to say what it is asked
 FORGET_SECONDS = 2.0
 END_SECONDS = 5.0  # for a process to end by itself
+BEAT_SECONDS = 1.0  # between two questions whether a process still moves
+HANG_SECONDS = 15.0  # without an answer, after which it is ended
+STACK_SECONDS = 0.5  # to write down where it hangs
 
 logger = logging.getLogger("octavo.fleet")
 
@@ -61,7 +76,7 @@ class Fleet:
         self._members = [Member(number + 1) for number in range(count)]
         self._left: list[Family] = []  # counts of processes that are gone
         self._core_error = ""
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
+        self._folder: Path | None = None  # while there is a server
         self._server: asyncio.Server | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._links: set[asyncio.Task[None]] = set()
@@ -72,6 +87,7 @@ class Fleet:
     @property
     def hub(self) -> str:
         """The socket at which the API processes report."""
+        assert self._folder is not None, "open comes first"
         return str(self._folder / "hub")
 
     # What the supervisor tells
@@ -103,6 +119,10 @@ class Fleet:
         return self.supervisor.client.info
 
     # Starting and ending
+
+    def open(self) -> None:
+        """Makes the place where processes report; `stop` removes it."""
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
 
     async def start(self, settings: Sequence[bytes]) -> None:
         """Starts all processes, each with its settings, and returns at once."""
@@ -156,8 +176,9 @@ class Fleet:
             task.cancel()
         if self._server is not None:
             self._server.close()
-        Path(self.hub).unlink(missing_ok=True)
-        self._folder.rmdir()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     async def _keep(self, member: Member, settings: bytes) -> None:
         try:
@@ -180,7 +201,9 @@ class Fleet:
             with contextlib.suppress(ConnectionError):  # its end is noticed below
                 await process.stdin.drain()
             process.stdin.close()
+            watch = asyncio.create_task(self._watch(member, process))
             code = await process.wait()
+            watch.cancel()
             await self._bury(member)
             if self._stopping:
                 return
@@ -193,6 +216,33 @@ class Fleet:
             logger.error(
                 "event=api_process_died index=%d code=%d action=restart", member.index, code
             )
+
+    async def _watch(self, member: Member, process: asyncio.subprocess.Process) -> None:
+        """Ends a process that listens and answers nothing for a while.
+
+        It answers from its event loop: one that stands still there serves nobody.
+        """
+        await member.listening.wait()
+        heard = time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            if member.link is None:  # not there yet, or about to end
+                heard = time.monotonic()
+                continue
+            with contextlib.suppress(TimeoutError, OctavoError):
+                await member.link.ask(BEAT, BEAT_SECONDS)
+                heard = time.monotonic()
+            if time.monotonic() - heard > HANG_SECONDS:
+                logger.error(
+                    "event=api_process_hangs index=%d seconds=%.0f action=restart; its stacks "
+                    "follow",
+                    member.index,
+                    time.monotonic() - heard,
+                )
+                process.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(STACK_SECONDS)
+                process.kill()
+                return
 
     async def _bury(self, member: Member) -> None:
         """Ends what a process has left in the core, and keeps its counts."""

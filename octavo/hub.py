@@ -21,6 +21,7 @@ from octavo.errors import EngineDead
 from octavo.types import WorkerInfo
 
 MAX_FRAME = 2**28  # bytes
+BEAT = "beat"  # the question whether a process still moves
 
 logger = logging.getLogger("octavo.hub")
 

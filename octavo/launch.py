@@ -1,14 +1,15 @@
 """`octavo serve`: builds every process of a server, wires them, watches them, ends them.
 
-The only module, with the command line, that knows all rooms. Order of a start: options and files
-are checked, the core's process is started (it takes longest), then tokenizer and routes are made
-and the port is opened while the model still loads.
+The only module, with the command line, that knows all rooms. Order of a start: options are checked,
+the core's process is started (it takes longest), which imports while files are opened and the
+tokenizer is made; then it is told what to load, routes are made and the port is opened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
+from octavo.admission import Admission
 from octavo.errors import ConfigError, OctavoError
 from octavo.fields import options_of
 from octavo.fleet import Fleet
@@ -27,16 +29,17 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
-from octavo.resolve import notes
+from octavo.replicas import Replicas, supervise
+from octavo.resolve import is_in_core, notes
 from octavo.server.app import create_app
 from octavo.server.kept import KeepLimits
 from octavo.server.keys import Key, keys_of, read_keys
 from octavo.server.run import Listen, reserve
 from octavo.server.run import serve as serve_http
 from octavo.server.settings import HttpLimits, ServerSettings
-from octavo.supervisor import CORE_PROGRAM, Supervisor
+from octavo.supervisor import CORE_PROGRAM, CoreProcess, Supervisor
 from octavo.text.pool import long_texts
-from octavo.text_engine import Admission, CoreSource, TextEngine, stalled_for
+from octavo.text_engine import CoreSource, TextEngine, stalled_for
 from octavo.types import WorkerInfo
 
 QUEUED_PER_RUNNING = 8  # default bound of the queue, as a multiple of what can run
@@ -66,7 +69,6 @@ def serve(
     try:
         server_args.check()
         launch = Launch(engine_args, server_args, began, program, keys_in(server_args))
-        frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
         several = server_args.api_server_count > 1
         if several and "seed" in engine_args.sources:
             raise ConfigError(
@@ -75,21 +77,30 @@ def serve(
                 "would not repeat; use one process, or leave it out and send seeds.",
                 "seed",
             )
-        return asyncio.run((_serve_several if several else _serve)(launch, frontend))
+        engine_args.check()
+        if several and engine_args.data_parallel_size > 1:
+            raise ConfigError(
+                f"{engine_args.label('data_parallel_size')}: several engines have one API process; "
+                "leave --api-server-count out.",
+                "data_parallel_size",
+            )
+        core = CoreProcess(program, prepares=is_in_core(engine_args))
+        try:
+            frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
+        except BaseException:
+            core.discard()
+            raise
+        return asyncio.run((_serve_several if several else _serve)(launch, frontend, core))
     except OctavoError as error:
         print(f"octavo: {error.message}", file=sys.stderr)
         return 1
 
 
-async def _serve(launch: Launch, frontend: Frontend) -> int:
+async def _serve(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
-    supervisor = Supervisor(
-        frontend.worker,
-        frontend.scheduler,
-        on_stats=metrics.step,
-        on_death=metrics.core_died,
-        program=launch.program,
+    supervisor = supervise(
+        frontend, metrics, launch.engine.data_parallel_size, program=launch.program, process=core
     )
     await supervisor.start()
     try:
@@ -98,21 +109,24 @@ async def _serve(launch: Launch, frontend: Frontend) -> int:
         closing = asyncio.Event()
         http = asyncio.create_task(listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
+        watches = [
+            asyncio.create_task(watch_stalls(one, launch.server.stall_limit))
+            for one in supervisor.supervisors
+        ]
         try:
             async with long_texts(frontend.tokenizer):
                 return await _until_end(launch, engine, supervisor, http, stop=stop, hurry=hurry)
         finally:
             closing.set()
-            ready.cancel()
-            watch.cancel()
+            for task in (ready, *watches):
+                task.cancel()
             with contextlib.suppress(OctavoError):
                 await http
     finally:
         await supervisor.stop()
 
 
-async def _serve_several(launch: Launch, frontend: Frontend) -> int:
+async def _serve_several(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     """As `_serve`, with HTTP in processes of their own that share the port; see `fleet.py`."""
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
@@ -125,18 +139,20 @@ async def _serve_several(launch: Launch, frontend: Frontend) -> int:
             on_death=metrics.core_died,
             program=launch.program,
             others=fleet,
+            process=core,
         )
         fleet.supervisor = supervisor
-        await supervisor.start()
-        ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
-        port = held.getsockname()[1]
+        watches: list[asyncio.Task[None]] = []
         try:
-            await fleet.start(_process_settings(launch, fleet, port))
+            fleet.open()
+            await supervisor.start()
+            watches.append(asyncio.create_task(_announce(launch, supervisor, metrics)))
+            watches.append(asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit)))
+            await fleet.start(_process_settings(launch, fleet, held.getsockname()[1]))
             return await _until_fleet_ends(launch, fleet, supervisor, stop=stop, hurry=hurry)
         finally:
-            ready.cancel()
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await fleet.stop()
             await supervisor.stop()
 
@@ -171,7 +187,7 @@ async def _until_fleet_ends(
 async def _until_end(
     launch: Launch,
     engine: TextEngine,
-    supervisor: Supervisor,
+    supervisor: Supervisor | Replicas,
     http: asyncio.Task[None],
     *,
     stop: asyncio.Event,
@@ -227,12 +243,13 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     return stop, hurry
 
 
-async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) -> None:
+async def _announce(launch: Launch, supervisor: Supervisor | Replicas, metrics: Metrics) -> None:
     """Says what was chosen and what the start took, once the model is there."""
     try:
         info = await supervisor.ready()
     except OctavoError:
         return  # the failure is dealt with where it is awaited
+    gc.freeze()  # what a start leaves stays: looking through it would hold up streams
     metrics.set_cache_config(_cache_config(info, launch.engine))
     if len(launch.keys) > 1 and launch.engine.scheduling_policy != "fair":
         logger.info(
@@ -316,10 +333,14 @@ def keys_in(args: ServerArgs) -> tuple[Key, ...]:
 
 
 def _weights(launch: Launch) -> dict[str, float]:
-    """Shares of the queue by name of a key, where it is shared fairly."""
+    """Shares of the queue by name of a key, where it is shared fairly.
+
+    Keys that are for other things than asking, such as reading metrics, have none.
+    """
     if launch.engine.scheduling_policy != "fair":
         return {}
-    return {key.name: key.weight for key in (*keys_of(launch.server.api_key), *launch.keys)}
+    keys = (*keys_of(launch.server.api_key), *launch.keys)
+    return {key.name: key.weight for key in keys if "inference" in key.scopes}
 
 
 def settings_of(launch: Launch) -> ServerSettings:
@@ -390,7 +411,7 @@ def text_engine_of(
     """
     args = launch.engine
     share = max(1, launch.server.api_server_count) if process else 1
-    running = -(-frontend.scheduler.max_num_seqs // share)
+    running = -(-frontend.scheduler.max_num_seqs * args.data_parallel_size // share)
     queued, queued_tokens = args.max_num_queued_reqs, args.max_num_queued_tokens
     seeded = "seed" in args.sources
     return TextEngine(

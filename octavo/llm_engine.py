@@ -13,12 +13,11 @@ from typing import Any
 
 from octavo.collect import OutputCollector
 from octavo.core import build_core
-from octavo.errors import InvalidRequest
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.expand import Scheduling, expand, request_seeds
 from octavo.foreign import LLM_ENGINE_ABSENT, absent_method, refuse_kwargs, refuse_lora
 from octavo.frontend import Frontend
 from octavo.grammar.compiler import GrammarCompiler
-from octavo.grammar.request import Form
 from octavo.grammar.vocabulary import vocabulary_of
 from octavo.obs.life import Life
 from octavo.obs.metrics import Metrics
@@ -59,6 +58,12 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs, *, chat_template: str | None = None) -> None:
         self.args = args
+        if args.data_parallel_size > 1:
+            raise ConfigError(
+                f"{args.label('data_parallel_size')}: this is one engine in the caller's process; "
+                "use `octavo serve` or AsyncLLMEngine for several, or 1.",
+                "data_parallel_size",
+            )
         self.frontend = Frontend.open(args, chat_template=chat_template, offline=True)
         self._core, self.info = build_core(
             self.frontend.worker, self.frontend.scheduler, report=lambda _: None
@@ -131,7 +136,7 @@ class LLMEngine:
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             seed=self._seeds.getrandbits(64),
-            grammar=self._grammar(params),
+            grammar=self._grammars.form(params.structured_outputs),
         )
         collector = OutputCollector(request_id, prompt.text, prompt.ids, params)
         running = self._requests[request_id] = _Running(request_id, collector)
@@ -156,12 +161,7 @@ class LLMEngine:
         params.verify()  # a record can be changed after it was made
         params.check_model(vocab_size=self.info.vocab_size, max_logprobs=self.args.max_logprobs)
         check_length(len(prompt.ids), self.info.max_model_len, None)
-        self._grammar(params)
-
-    def _grammar(self, params: SamplingParams) -> Form | None:
-        """The grammar of structured outputs; the last ones are remembered."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self._grammars.compile(wanted)
+        self._grammars.form(params.structured_outputs)  # remembered for `add_request`
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; the outputs of requests with news, as each asked for them."""

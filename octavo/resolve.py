@@ -102,7 +102,14 @@ def parallel_config(args: EngineArgs, device: str) -> ParallelConfig:
         pipeline=args.pipeline_parallel_size,
         backend=_backend(args, device, size),
         ray_address=args.ray_address,
+        replicas=args.data_parallel_size,
     )
+
+
+def is_in_core(args: EngineArgs) -> bool:
+    """True if the one worker will run in the engine core's process."""
+    size = args.tensor_parallel_size * args.pipeline_parallel_size
+    return size == 1 and args.distributed_executor_backend in (None, "uni")
 
 
 def _backend(args: EngineArgs, device: str, size: int) -> Backend:

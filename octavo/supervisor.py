@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from octavo.config import SchedulerConfig, WorkerConfig
-from octavo.core import CoreSettings
+from octavo.core import GET_READY, CoreSettings
 from octavo.engine.channel import Addresses
 from octavo.engine.client import EngineClient
 from octavo.errors import CheckpointError, ConfigError, EngineDead, OctavoError
@@ -51,6 +52,55 @@ class Others(Protocol):
         ...
 
 
+class CoreProcess:
+    """A core's process, which can be started before its settings are known.
+
+    It has much to import by then, torch above all.
+    """
+
+    def __init__(self, program: Sequence[str] = CORE_PROGRAM, *, prepares: bool = False) -> None:
+        """With `prepares` it imports what a model needs that runs in it. Raises OSError."""
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE)
+        if prepares:
+            self._write(GET_READY)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    def tell(self, settings: CoreSettings) -> None:
+        """Once: what it is to do. That it has ended already is noticed by who waits for it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError), self._process.stdin:
+            self._write(msgspec.json.encode(settings))
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+
+    async def wait(self) -> int:
+        """The exit code, once it has ended."""
+        return await asyncio.to_thread(self._process.wait)
+
+    def discard(self) -> None:
+        """Ends one that was never told anything."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
 class Supervisor:
     """Owns the core's process and the client that talks to it."""
 
@@ -63,11 +113,13 @@ class Supervisor:
         on_death: Callable[[], None] | None = None,
         program: Sequence[str] = CORE_PROGRAM,
         others: Others | None = None,
+        process: CoreProcess | None = None,
     ) -> None:
         """`on_stats` gets each step's figures, `on_death` is called when a core has died.
 
         `program` is the command line of the core's process; benchmarks have one of their own.
-        `others` are more processes that talk to the same core.
+        `others` are more processes that talk to the same core. `process` is one of that program
+        that has been started already.
         """
         self._worker = worker
         self._scheduler = scheduler
@@ -76,13 +128,20 @@ class Supervisor:
         self._program = tuple(program)
         self._others = others
         self._client: EngineClient | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: CoreProcess | None = None
+        self._started = process  # and not used yet
         self._folder: Path | None = None
         self._watch: asyncio.Task[None] | None = None
         self._restarts: list[float] = []
+        self._telling: asyncio.Task[None] | None = None
         self._stopping = False
         self._has_served = False
         self.failure: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def supervisors(self) -> list[Supervisor]:
+        """Itself: there is one core."""
+        return [self]
 
     @property
     def restarting(self) -> bool:
@@ -117,8 +176,9 @@ class Supervisor:
     async def stop(self) -> None:
         """Ends the core's process, politely and then not; may be called twice."""
         self._stopping = True
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, self._telling):
+            if task is not None:
+                task.cancel()
         process = self._process
         if process is not None and process.returncode is None:
             self.client.stop()
@@ -142,7 +202,7 @@ class Supervisor:
         running = self._process is not None and self._process.returncode is None
         if running and self.client.ready.is_set():  # before that it does not listen for it
             assert self._process is not None
-            self._process.send_signal(signal.SIGUSR1)
+            self._process.signal(signal.SIGUSR1)
 
     def _kill_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -170,14 +230,10 @@ class Supervisor:
         if self._others is not None:
             self._others.core_started(addresses[1:])
         settings = CoreSettings(tuple(addresses), os.getpid(), self._worker, self._scheduler)
-        self._process = await asyncio.create_subprocess_exec(
-            *self._program, stdin=asyncio.subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(settings))
-        with contextlib.suppress(ConnectionError):  # its end is noticed by the watch
-            await self._process.stdin.drain()
-        self._process.stdin.close()
+        self._process = self._started or CoreProcess(self._program)
+        self._started = None
+        # A vocabulary may be more than a pipe takes at once, and the process still imports.
+        await asyncio.to_thread(self._process.tell, settings)
 
     async def _keep(self) -> None:
         error: OctavoError | None = None
@@ -185,11 +241,16 @@ class Supervisor:
             while not self._stopping and (error := await self._one_life()) is None:
                 self._forget()
                 await self._spawn()
+                self._telling = asyncio.get_running_loop().create_task(self._tell_ready())
         except Exception as problem:  # no process, no memory, no folder: nothing to go on with
             logger.exception("event=supervisor_failed")
             error = EngineDead(f"the engine core cannot be started: {problem}")
         if error is not None:
             self._give_up(error)
+
+    async def _tell_ready(self) -> None:
+        await self.client.ready.wait()
+        logger.info("event=core_ready after=restart")
 
     async def _one_life(self) -> OctavoError | None:
         """Waits for the core's end; None if another may be started, else the final error."""

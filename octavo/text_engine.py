@@ -1,7 +1,7 @@
 """TextEngine: requests in, text deltas out. The tokenizer's side of the engine.
 
-The server and `AsyncLLMEngine` are built on it. It admits or refuses, expands `n`, makes text of
-tokens, ends what a stop string ends, and keeps the counts that metrics show.
+The server and `AsyncLLMEngine` are built on it. It expands `n`, makes text of tokens, ends what a
+stop string ends, and keeps the counts that metrics show; `admission.py` says who is let in.
 Not for: HTTP (`server/`), starting processes (`supervisor.py`).
 """
 
@@ -12,13 +12,14 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from octavo.engine.client import EngineClient, Pulse
-from octavo.errors import Draining, EngineDead, Overloaded
+from octavo.admission import Admission, Door
+from octavo.engine.client import Listener, Pulse
+from octavo.errors import Draining, EngineDead, ServerError
 from octavo.expand import Scheduling, expand, request_seeds
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.request import Form
@@ -31,19 +32,41 @@ from octavo.sampling_params import SamplingParams
 from octavo.text.assembler import Assembler, Delta
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import AddRequest, SequenceOutput
+from octavo.types import AddRequest, SequenceOutput, WorkerInfo
 
 logger = logging.getLogger("octavo.text_engine")
 
-ENOUGH_ENDS = 8  # sequences; with fewer the tokens computed are a better measure
 HEARTBEAT_GRACE = 2.0  # seconds without a heartbeat that are still no sign of a stall
+
+
+class ReadyEvent(Protocol):
+    """Set while requests are taken."""
+
+    def is_set(self) -> bool: ...
+
+
+class CoreClient(Protocol):
+    """One engine core, or several as one; see `EngineClient`."""
+
+    @property
+    def info(self) -> WorkerInfo | None: ...
+    @property
+    def pulse(self) -> Pulse: ...
+    @property
+    def dead(self) -> EngineDead | None: ...
+    @property
+    def ready(self) -> ReadyEvent: ...
+    def submit(self, requests: Sequence[AddRequest], listener: Listener) -> None: ...
+    def abort(self, ids: Sequence[str]) -> None: ...
+    async def control(self, op: str, **args: str) -> dict[str, str]: ...
+    def cut(self, error: ServerError) -> None: ...
 
 
 class CoreSource(Protocol):
     """Where the client of the running core is had; it changes when a core is restarted."""
 
     @property
-    def client(self) -> EngineClient: ...
+    def client(self) -> CoreClient: ...
     @property
     def restarting(self) -> bool: ...
 
@@ -59,27 +82,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """How much may wait. `max_running` sequences run at once; what exceeds it queues.
-
-    Where tenants have `weights`, a full queue still takes those of a tenant that has less waiting
-    than its share, so that nobody can fill it for all.
-    """
-
-    max_running: int
-    max_queued: int
-    max_queued_tokens: int | None = None
-    weights: Mapping[str, float] = field(default_factory=dict)  # by tenant
-
-    def share(self, tenant: str) -> float:
-        """Sequences that this tenant may have in the engine whatever others have; 0 is none."""
-        if len(self.weights) < 2 or tenant not in self.weights:
-            return 0.0
-        part = self.weights[tenant] / sum(self.weights.values())
-        return part * (self.max_queued + self.max_running)
-
-
-@dataclass(frozen=True, slots=True)
 class Health:
     """What the engine is doing, from its heartbeats."""
 
@@ -88,36 +90,6 @@ class Health:
     alive: bool
     ready: bool
     stalled_for: float  # seconds without a step while work waits, or without a heartbeat
-
-
-@dataclass(slots=True)
-class Rate:
-    """Sequences finished a second, over the last minute."""
-
-    window: float = 60.0
-    _ends: deque[float] = field(default_factory=deque)
-
-    def count(self, now: float) -> None:
-        """One sequence has ended."""
-        self._forget(now)
-        self._ends.append(now)
-
-    def _forget(self, now: float) -> None:
-        while self._ends and now - self._ends[0] > self.window:
-            self._ends.popleft()
-
-    @property
-    def is_known(self) -> bool:
-        """True once enough sequences have ended to go by them."""
-        return len(self._ends) >= ENOUGH_ENDS
-
-    def seconds_for(self, sequences: int, now: float) -> float:
-        """How long that many take at the measured rate; between 1 and 60 seconds."""
-        self._forget(now)
-        if not self._ends:
-            return 1.0
-        per_second = len(self._ends) / max(1.0, now - self._ends[0])
-        return min(60.0, max(1.0, sequences / per_second))
 
 
 @dataclass(slots=True)
@@ -130,11 +102,14 @@ class _Choice:
 
 
 def stalled_for(pulse: Pulse, now: float) -> float:
-    """Seconds without a step while work waits, or without a heartbeat."""
+    """Seconds without a step while work waits, or without a heartbeat.
+
+    Not counted is what a step of many tokens takes on a slow machine.
+    """
     silent = now - pulse.heard_at
     stalled = silent if silent > HEARTBEAT_GRACE else 0.0
     if pulse.phase == "running" and pulse.pending:
-        stalled = max(stalled, now - pulse.last_step)
+        stalled = max(stalled, now - pulse.last_step - pulse.allowed)
     return stalled
 
 
@@ -162,7 +137,7 @@ class Answer:
     def __init__(
         self,
         engine: TextEngine,
-        client: EngineClient,
+        client: CoreClient,
         request_id: str,
         *,
         choices: dict[str, _Choice],
@@ -297,16 +272,11 @@ class TextEngine:
         self.settings = settings
         self._source = source
         self._max_logprobs = max_logprobs
-        self._admission = admission
+        self._door = Door(admission, metrics, clock)
         self._clock = clock
-        self._rate = Rate()
         self._numbers = itertools.count(first_number)
-        self._queued_tokens = 0
         self._draining = False
         self._idle = asyncio.Event()
-        self._open = 0  # sequences between admission and their end
-        self._asked = 0  # max_tokens of all of them
-        self._open_of: dict[str, int] = {}  # by tenant
         self._by_request: dict[str, list[Answer]] = {}  # by the caller's id
         self._seeds = request_seeds(seed)
         self._grammars = GrammarCompiler(vocabulary_of(tokenizer))
@@ -332,7 +302,7 @@ class TextEngine:
     @property
     def num_open(self) -> int:
         """Sequences that have been admitted and have not ended."""
-        return self._open
+        return self._door.num_open
 
     def open(
         self,
@@ -356,7 +326,6 @@ class TextEngine:
         down, EngineDead whenever the core is lost.
         """
         self._require_open()
-        grammar = self._grammar(params)
         requests = expand(
             prompt_ids,
             params,
@@ -366,7 +335,7 @@ class TextEngine:
             max_model_len=self.limits.max_model_len,
             vocab_size=self.limits.vocab_size,
             seed=self._seeds.getrandbits(64),
-            grammar=grammar,
+            grammar=self._grammars.form(params.structured_outputs),  # which `compile` has made
         )
         choices = {
             request.id: self._choice(index, request, params)
@@ -381,7 +350,9 @@ class TextEngine:
                 timeline.add(core_id, choice.life.times)
         client.submit(requests, answer)
         self._by_request.setdefault(request_id, []).append(answer)
-        self._enter(choices.values())
+        self._idle.clear()
+        for choice in choices.values():
+            self._door.enter(choice.life.times, choice.queued_tokens)
         return answer
 
     async def generate(
@@ -432,11 +403,6 @@ class TextEngine:
             form = await asyncio.wrap_future(self._grammars.submit(wanted))
         return form
 
-    def _grammar(self, params: SamplingParams) -> Form | None:
-        """What `compile` has made, which is remembered."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self._grammars.compile(wanted)
-
     def abort(self, request_id: str) -> None:
         """Ends all requests of a caller's id; their choices finish with `abort`."""
         for answer in tuple(self._by_request.get(request_id, ())):
@@ -454,7 +420,7 @@ class TextEngine:
         Setting `hurry` ends the wait at once.
         """
         self._draining = True
-        if self._open:
+        if self._door.num_open:
             self._idle.clear()
             waits = [asyncio.ensure_future(self._idle.wait())]
             if hurry is not None:
@@ -462,55 +428,24 @@ class TextEngine:
             await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-        if cut := self._open:
+        if cut := self._door.num_open:
             self._source.client.cut(
                 Draining(
                     "The answer was cut off and is not complete: the server is shutting down, and "
-                    f"what runs gets no more than {timeout:g} s. Ask again."
+                    + (
+                        "was told not to wait. Ask again."
+                        if hurry is not None and hurry.is_set()
+                        else f"what runs gets no more than {timeout:g} s. Ask again."
+                    )
                 )
             )
             return cut
         return 0
 
     def admit(self, sequences: int, prompt_tokens: int, tenant: str = "") -> None:
-        """Asks for room in the queue for all sequences of a caller's request.
-
-        Raises Overloaded. A request that comes to an idle engine is always let in, since for one
-        that is larger than the queue no later moment would be better.
-        """
+        """Asks for room in the queue for all sequences of a caller's request; see `Door.admit`."""
         self._require_open()
-        limit, now = self._admission, self._clock()
-        waiting = self._open + sequences - limit.max_running
-        if self._open_of.get(tenant, 0) + sequences <= limit.share(tenant):
-            return
-        if waiting > limit.max_queued and self._open:
-            self.metrics.rejected("max_num_queued_reqs", tenant)
-            raise Overloaded(
-                f"The engine is busy: {self._open} sequences are running or waiting, and at most "
-                f"{limit.max_queued} may wait. Try again later.",
-                self._seconds_for(waiting, now),
-            )
-        queued = self._queued_tokens
-        if limit.max_queued_tokens is not None and queued + prompt_tokens > limit.max_queued_tokens:
-            if not queued:
-                return
-            self.metrics.rejected("max_num_queued_tokens", tenant)
-            raise Overloaded(
-                f"The engine is busy: {queued} prompt tokens are waiting, and at most "
-                f"{limit.max_queued_tokens} may wait. Try again later.",
-                self._seconds_for(max(1, waiting), now),
-            )
-
-    def _seconds_for(self, waiting: int, now: float) -> float:
-        """When so many waiting sequences will have left the queue, from what was measured.
-
-        By the sequences that ended lately; before enough have, by the tokens that are computed a
-        second and those that the waiting ones may need.
-        """
-        if self._rate.is_known:
-            return self._rate.seconds_for(waiting, now)
-        each = self._asked / max(1, self._open)
-        return self.metrics.throughput.seconds_for(self._queued_tokens + waiting * each, now)
+        self._door.admit(sequences, prompt_tokens, tenant)
 
     def _require_open(self) -> None:
         if self._draining:
@@ -529,15 +464,6 @@ class TextEngine:
         )
         return _Choice(assembler, Life(self.metrics, times), len(request.prompt_ids))
 
-    def _enter(self, choices: Collection[_Choice]) -> None:
-        self._open += len(choices)
-        for choice in choices:
-            times = choice.life.times
-            self._asked += times.max_tokens
-            self._open_of[times.tenant] = self._open_of.get(times.tenant, 0) + 1
-        self._queued_tokens += sum(choice.queued_tokens for choice in choices)
-        self._idle.clear()
-
     def _forget(self, answer: Answer) -> None:
         """All choices of a request have ended."""
         answers = self._by_request[answer.request_id]
@@ -546,21 +472,15 @@ class TextEngine:
             del self._by_request[answer.request_id]
 
     def _leave_queue(self, choice: _Choice) -> None:
-        self._queued_tokens -= choice.queued_tokens
+        self._door.leave_queue(choice.queued_tokens)
         choice.queued_tokens = 0
 
     def _leave(self, choice: _Choice, reason: str) -> None:
         now = self._clock()
         self._leave_queue(choice)
-        self._rate.count(now)
         choice.life.end(reason, now)
-        self._open -= 1
-        times = choice.life.times
-        self._asked -= times.max_tokens
-        self._open_of[times.tenant] -= 1
-        if not self._open_of[times.tenant]:
-            del self._open_of[times.tenant]
-        if not self._open:
+        self._door.leave(choice.life.times, now)
+        if not self._door.num_open:
             self._idle.set()
 
     def _observe(self, choice: _Choice, output: SequenceOutput, delta: Delta) -> None:

@@ -286,6 +286,7 @@ class Progress(Struct, frozen=True, array_like=True, tag="progress"):
     last_step: float  # when a step last ended
     pending: int  # requests not finished
     detail: str = ""  # while loading: what is being done
+    allowed: float = 0.0  # seconds that the step under way may take because of its size
 
 
 class ControlReply(Struct, frozen=True, array_like=True, tag="reply"):

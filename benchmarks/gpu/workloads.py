@@ -1,14 +1,15 @@
 """Runs the workloads of one GPU and prints peer, floor, ours and the ratio of each figure.
 
-    python -m benchmarks.gpu.workloads [--only A1,A3,B,C,C4,D] [--json FILE] [--quick]
+    python benchmarks/gpu/workloads.py [--only A1,A3,B,E,M] [--json FILE] [--quick]
 
 Drives the engine core with token ids, without tokenizer or HTTP; weights are random. A1: 512
 requests of 100 to 1,024 tokens in and out, 8B shape in bf16, output tokens a second. A2: the same
 model, time to the first token of one request alone (3 warm-ups, the median of 10), and the time
 between steps in which every sequence of a batch gets a token (prompts of 448 tokens, 128 outputs,
 the second of two passes, the median). A3: as A1 with an FP8 cache. B: the 0.6B shape, 256 requests.
-C: the 70B shape in static FP8, 128 requests of 512 tokens in and 256 out; C4: it in AWQ's 4 bits.
-D: A1 and A2 with the 8B shape in AWQ's 4 bits.
+E: the DeepSeek-V2-Lite shape, 256 requests of 512 tokens in and 256 out. M: steps of the
+Qwen3-30B-A3B shape. Floors of E's and M's steps are what their bytes take at a copy's rate, 4.27
+TB/s: weights, as many experts as uniform choices touch, and 512 tokens of cache a row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu.shapes import AWQ, FP8, LLAMA_8B, LLAMA_70B, QWEN3_06B, requests_of
+from benchmarks.gpu.shapes import (
+    DEEPSEEK_V2_LITE,
+    LLAMA_8B,
+    QWEN3_06B,
+    QWEN3_30B_A3B,
+    Draw,
+    equal_requests,
+    requests_of,
+)
 from octavo.config import SchedulerConfig, WorkerConfig
 from octavo.core import build_core
 from octavo.engine.core import EngineCore
@@ -61,7 +70,7 @@ class Engine:
         max_model_len: int,
         cache: str = "auto",
         sequences: int = SEQUENCES,
-    ):
+    ) -> None:
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(config))
         worker = WorkerConfig(
@@ -81,7 +90,7 @@ class Engine:
         self.core, self.info = build_core(worker, scheduler, lambda _: None)
         self.start_seconds = time.perf_counter() - started
         self._source = random.Random(1)
-        self._vocab = int(str(config["vocab_size"]))
+        self.vocabulary = int(str(config["vocab_size"]))
         self._count = 0
 
     def add(self, prompt: list[int], output: int) -> str:
@@ -93,7 +102,7 @@ class Engine:
 
     def prompt(self, length: int) -> list[int]:
         """Fresh random tokens."""
-        return [self._source.randrange(self._vocab) for _ in range(length)]
+        return [self._source.randrange(self.vocabulary) for _ in range(length)]
 
     def finish(self) -> int:
         """Serves all that was added; the number of tokens given."""
@@ -107,11 +116,10 @@ class Engine:
         """Frees the GPU."""
         self.core.close()
 
-    def throughput(self, count: int) -> float:
+    def throughput(self, draws: list[Draw]) -> float:
         """Output tokens a second."""
         self.add(self.prompt(300), 20)
         self.finish()
-        draws = requests_of(count)
         started = time.perf_counter()
         for draw in draws:
             self.add(draw.prompt, draw.output)
@@ -119,14 +127,6 @@ class Engine:
         seconds = time.perf_counter() - started
         assert tokens == sum(draw.output for draw in draws)
         return tokens / seconds
-
-    def even_throughput(self, count: int, prompt: int, output: int) -> float:
-        """Output tokens a second of requests that are all alike."""
-        for _ in range(count):
-            self.add(self.prompt(prompt), output)
-        started = time.perf_counter()
-        tokens = self.finish()
-        return tokens / (time.perf_counter() - started)
 
     def first_token(self, length: int) -> float:
         """Milliseconds."""
@@ -165,7 +165,7 @@ def a1(quick: bool) -> list[Figure]:
     engine = _started(Engine(LLAMA_8B, max_model_len=10240))
     figures = _latency_8b(engine, quick)
     if not quick:
-        rate = engine.throughput(512)
+        rate = engine.throughput(requests_of(512))
         figures.append(Figure("A1 output tokens/s", rate, 11100, None, True))
     engine.close()
     return figures
@@ -187,7 +187,7 @@ def _latency_8b(engine: Engine, quick: bool) -> list[Figure]:
 def a3(_: bool) -> list[Figure]:
     """8B with an FP8 cache, 512 requests."""
     engine = _started(Engine(LLAMA_8B, max_model_len=10240, cache="fp8_e4m3"))
-    figures = [Figure("A3 output tokens/s", engine.throughput(512), 11820, None, True)]
+    figures = [Figure("A3 output tokens/s", engine.throughput(requests_of(512)), 11820, None, True)]
     engine.close()
     return figures
 
@@ -200,60 +200,38 @@ def b(quick: bool) -> list[Figure]:
         ours = engine.between_tokens(batch)
         figures.append(Figure(f"B step of {batch}, ms", ours, peer, floor, False))
     if not quick:
-        rate = engine.throughput(256)
+        rate = engine.throughput(requests_of(256))
         figures.append(Figure("B output tokens/s", rate, 23540, None, True))
     engine.close()
     return figures
 
 
-def c(quick: bool, quantization: dict[str, object] = FP8, name: str = "C") -> list[Figure]:
-    """70B in 8-bit floats; no peer has been measured with it in 4 bits."""
-    config = {**LLAMA_70B, "quantization_config": quantization}
-    engine = _started(Engine(config, max_model_len=4096, sequences=128))
-    peers = name == "C"
-    floors = (8.8, 8.9) if name == "C4" else (16.5, 18.0)
+def e(quick: bool) -> list[Figure]:
+    """DeepSeek-V2-Lite shape in bf16, 256 requests of 512 tokens in and 256 out."""
+    engine = _started(Engine(DEEPSEEK_V2_LITE, max_model_len=4096, sequences=256))
     figures = []
-    for length, peer, floor in ((128, 28.8, 22.7 if name == "C4" else 16.5), (1024, 135.1, None)):
-        ours = engine.first_token(length)
-        shown = peer if peers else ours
-        figures.append(Figure(f"{name} first token {length}, ms", ours, shown, floor, False))
-    for batch, peer, floor in zip((1, 32), (19.7, 27.1), floors, strict=True):
+    steps = ((1, 3.40, 1.15), (8, 6.86, 4.22), (64, 10.59, 7.48), (256, 12.76, 8.21))
+    for batch, peer, floor in steps[:3] if quick else steps:
         ours = engine.between_tokens(batch)
-        shown = peer if peers else ours
-        figures.append(Figure(f"{name} step of {batch}, ms", ours, shown, floor, False))
+        figures.append(Figure(f"E step of {batch}, ms", ours, peer, floor, False))
+    for length, peer in ((128, 14.87), (512, 17.16), (2048, 48.9)):
+        ours = engine.first_token(length)
+        figures.append(Figure(f"E first token {length}, ms", ours, peer, None, False))
     if not quick:
-        rate = engine.even_throughput(128, 512, 256)
-        shown = 1916 if peers else rate
-        figures.append(Figure(f"{name} output tokens/s", rate, shown, None, True))
+        rate = engine.throughput(equal_requests(256, 512, 256, engine.vocabulary))
+        figures.append(Figure("E output tokens/s", rate, 13500, None, True))
     engine.close()
     return figures
 
 
-def c4(quick: bool) -> list[Figure]:
-    """70B in 4 bits."""
-    return c(quick, AWQ, "C4")
-
-
-def d(quick: bool) -> list[Figure]:
-    """8B in 4 bits."""
-    config = {**LLAMA_8B, "quantization_config": AWQ}
-    engine = _started(Engine(config, max_model_len=10240))
+def m(quick: bool) -> list[Figure]:
+    """Qwen3-30B-A3B shape in bf16: steps, beside nothing but their floors."""
+    engine = _started(Engine(QWEN3_30B_A3B, max_model_len=4096, sequences=256))
     figures = []
-    for batch, peer, floor in (
-        (1, 3.95, 1.2),
-        (8, 4.15, 1.3),
-        (64, 6.60, None),
-        (256, 13.97, None),
-    ):
-        if batch < 256 or not quick:
-            ours = engine.between_tokens(batch)
-            figures.append(Figure(f"D step of {batch}, ms", ours, peer, floor, False))
-    for length, peer in ((128, 9.46), (512, 17.29), (2048, 56.6)):
-        ours = engine.first_token(length)
-        figures.append(Figure(f"D first token {length}, ms", ours, peer, None, False))
-    if not quick:
-        rate = engine.throughput(512)
-        figures.append(Figure("D output tokens/s", rate, 10275, None, True))
+    steps = ((1, 1.44), (8, 6.15), (64, 14.69), (256, 17.17))
+    for batch, floor in steps[:3] if quick else steps:
+        ours = engine.between_tokens(batch)
+        figures.append(Figure(f"M step of {batch}, ms", ours, 0.0, floor, False))
     engine.close()
     return figures
 
@@ -262,9 +240,8 @@ WORKLOADS: tuple[tuple[str, Callable[[bool], list[Figure]]], ...] = (
     ("A1", a1),
     ("A3", a3),
     ("B", b),
-    ("C", c),
-    ("C4", c4),
-    ("D", d),
+    ("E", e),
+    ("M", m),
 )
 
 

@@ -14,6 +14,9 @@ import msgspec
 
 from octavo.bench.dataset import Sample
 
+JSON = {"content-type": "application/json"}
+LONGEST_EVENT = 2**20  # bytes of a line of a stream
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -69,11 +72,10 @@ async def send(
 ) -> Outcome:
     """Never raises for what a server does: an error is an outcome."""
     outcome = Outcome(sample.prompt_len, start=time.perf_counter())
-    headers = {**target.headers, "x-request-id": request_id}
+    headers = {**JSON, **target.headers, "x-request-id": request_id}
+    data = msgspec.json.encode(target.payload(sample))  # several times as fast as the library's
     try:
-        async with client.post(
-            target.url, json=target.payload(sample), headers=headers
-        ) as response:
+        async with client.post(target.url, data=data, headers=headers) as response:
             if response.status != 200:
                 body = (await response.read()).decode("utf-8", "replace")
                 outcome.error = f"HTTP {response.status}: {body[:300]}"
@@ -85,37 +87,56 @@ async def send(
 
 
 async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
-    texts: list[str] = []
-    last, ended = outcome.start, False
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            ended = True
-            continue
+    """Reads events as they come, in whatever pieces: several that came together have one time."""
+    reading = _Reading(outcome)
+    rest = b""
+    async for data in response.content.iter_any():
         now = time.perf_counter()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not reading.event(line[5:].strip(), now):
+                return
+        if len(rest) > LONGEST_EVENT:
+            raise ValueError(f"an event of the stream has more than {LONGEST_EVENT} bytes")
+    outcome.text = "".join(reading.texts)
+    if not reading.ended:
+        outcome.error = "the stream ended without [DONE]"
+    elif not outcome.first:
+        outcome.error = "the stream held no text"
+
+
+class _Reading:
+    """What is known of a stream so far."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.texts: list[str] = []
+        self.ended = False
+        self._outcome = outcome
+        self._last = outcome.start
+
+    def event(self, data: bytes, now: float) -> bool:
+        """Takes one event; False if it tells of an error."""
+        outcome = self._outcome
+        if data == b"[DONE]":
+            self.ended = True
+            return True
         event = msgspec.json.decode(data)
         if "error" in event:
             outcome.error = f"in the stream: {event['error']}"
-            return
+            return False
         if usage := event.get("usage"):
             outcome.output_len = usage.get("completion_tokens", outcome.output_len)
         text = _text_of(event)
         if text is None:
-            continue
+            return True
         if not outcome.first:
             outcome.first = now - outcome.start
         else:
-            outcome.gaps.append(now - last)
-        last = now
+            outcome.gaps.append(now - self._last)
+        self._last = now
         outcome.latency = now - outcome.start
-        texts.append(text)
-    outcome.text = "".join(texts)
-    if not ended:
-        outcome.error = "the stream ended without [DONE]"
-    elif not outcome.first:
-        outcome.error = "the stream held no text"
+        self.texts.append(text)
+        return True
 
 
 def _text_of(event: dict[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from octavo.bench import dataset
-from octavo.bench.client import Outcome, Target, send
+from octavo.bench.client import LONGEST_EVENT, Outcome, Target, send
 from octavo.bench.dataset import Sample
 from octavo.bench.report import TITLES, Figures, Options, as_json, block
 from octavo.checkpoint.checkpoint import open_checkpoint
@@ -32,7 +32,6 @@ from octavo.errors import CheckpointError, ConfigError, OctavoError
 from octavo.options import EngineArgs, cache_dir, client_key
 from octavo.text.tokenizer import Tokenizer
 
-LONGEST_EVENT = 2**20  # bytes of a line of a stream
 BACKENDS = ("openai", "vllm", "octavo", "openai-chat")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 REFUSED = {

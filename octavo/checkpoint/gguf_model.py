@@ -1,59 +1,38 @@
 """Gives a GGUF file the face of a Hugging Face checkpoint: config, names of tensors, templates.
 
-Architectures: llama (also Mistral), qwen2, qwen3. Two traps are handled here. Architecture llama
-stores the rows of attn_q and attn_k as interleaved rotary pairs, so those entries carry
-`interleaved_heads`. Llama 3's rope scaling is stored as a tensor of factors, rope_freqs, which is
-turned back into a config entry and checked against it.
+Two traps are handled here. Architecture llama stores the rows of attn_q and attn_k as interleaved
+rotary pairs, so those entries carry `interleaved_heads`. Llama 3's rope scaling is stored as a
+tensor of factors, rope_freqs, which is turned back into a config entry and checked against it.
+What else differs between architectures is in `gguf_families.py`.
 Not for: parsing (`gguf_file.py`) or the tokenizer (`gguf_tokenizer.py`).
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.gguf_families import (
+    ROPE_FREQS,
+    Architecture,
+    Turned,
+    architecture_of,
+)
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor, StringArray, read_gguf
+from octavo.checkpoint.gguf_metadata import Metadata
 from octavo.checkpoint.records import Checkpoint, TensorEntry
 from octavo.errors import CheckpointError
 
-ROPE_FREQS = "rope_freqs.weight"
 TEMPLATE = "tokenizer.chat_template"
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one GGUF architecture is called by Hugging Face."""
-
-    model_type: str
-    class_name: str
-    interleaved: bool  # rows of q and k are rotary pairs
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", False),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", False),
-}
 OUTER_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-}
-BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 
 
@@ -76,80 +55,34 @@ def open_gguf(path: Path, name: str) -> Checkpoint:
     )
 
 
-class Metadata:
-    """Reads keys of one architecture and says which one is missing or wrong."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        name = file.metadata.get("general.architecture")
-        if name not in ARCHITECTURES:
-            raise CheckpointError(
-                f"{file.path}: architecture {name!r} is not supported; known for GGUF files: "
-                f"{', '.join(ARCHITECTURES)}"
-            )
-        self.prefix = str(name)
-        self.architecture = ARCHITECTURES[self.prefix]
-
-    def get(self, key: str) -> Any:
-        """A key of this architecture, or None."""
-        return self.file.metadata.get(f"{self.prefix}.{key}")
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; CheckpointError if missing without default."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]  # one number a layer, all equal
-        if type(value) is not int or value <= 0:
-            raise CheckpointError(
-                f"{self.file.path}: metadata key {self.prefix}.{key} must be a positive integer "
-                f"and is {value!r}"
-            )
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A finite positive number."""
-        value = self.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(
-                f"{self.file.path}: metadata key {self.prefix}.{key} must be a positive number "
-                f"and is {value!r}"
-            )
-        return float(value)
-
-
 def config_of(file: GgufFile) -> dict[str, Any]:
     """config.json's content, made from the metadata."""
+    family = architecture_of(file)
     data = Metadata(file)
-    if (data.get("expert_count") or 0) > 0:
-        raise CheckpointError(f"{file.path}: mixtures of experts in GGUF files are not supported")
+    if (data.get("expert_count") or 0) > 0 and not family.experts:
+        raise CheckpointError(
+            f"{file.path}: mixtures of experts of architecture {data.prefix!r} are not supported"
+        )
     embedding = _tensor(file, "token_embd.weight")
     heads = data.integer("attention.head_count")
     hidden = data.integer("embedding_length")
-    head_dim = data.integer("attention.key_length", max(1, hidden // heads))
-    if data.integer("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: key and value heads of different size")
-    if data.integer("rope.dimension_count", head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: rotary positions on a part of each head")
+    turned = _turned(family, data, max(1, hidden // heads))
     theta = data.number("rope.freq_base", 10000.0)
     config: dict[str, Any] = {
-        "architectures": [data.architecture.class_name],
-        "model_type": data.architecture.model_type,
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": data.integer("feed_forward_length"),
         "num_hidden_layers": data.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": data.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "head_dim": turned.head_dim,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": data.integer("context_length"),
         "rms_norm_eps": data.number("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(data, theta, head_dim),
+        "rope_scaling": _rope_scaling(data, theta, turned.size),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -157,22 +90,41 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     }
     window = data.get("attention.sliding_window")
     if window:
-        _add_window(config, data, window)
+        _add_window(config, family, data, window)
+    if family.partial:  # also where all of it turns, which need not be the family's default
+        config["partial_rotary_factor"] = turned.size / turned.head_dim
+    if family.more is not None:
+        config |= family.more(data, config, turned)
     ids = _special_ids(file)
     config |= {f"{key}_token_id": ids[key] for key in ("bos", "eos", "pad") if key in ids}
     return config
 
 
-def _add_window(config: dict[str, Any], data: Metadata, window: object) -> None:
-    """A window on every layer is Mistral; patterns of windows are not known for these files."""
-    if data.prefix != "llama" or type(window) is not int:
+def _turned(family: Architecture, data: Metadata, default: int) -> Turned:
+    """Sizes of a head, and of its part that turns."""
+    head_dim = data.integer("attention.key_length", default)
+    size = data.integer("rope.dimension_count", head_dim)
+    if family.latent:
+        return Turned(head_dim, size)
+    if data.integer("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"{data.file.path}: key and value heads of different size")
+    if size != head_dim and not family.partial:
+        raise CheckpointError(f"{data.file.path}: rotary positions on a part of each head")
+    return Turned(head_dim, size)
+
+
+def _add_window(config: dict[str, Any], family: Architecture, data: Metadata, window: Any) -> None:
+    """A window on every layer of a llama is Mistral; other families know which layers have it."""
+    mistral = family.class_name == "LlamaForCausalLM"
+    if not (mistral or family.windows) or type(window) is not int:
         raise CheckpointError(
             f"{data.file.path}: {data.prefix}.attention.sliding_window = {window!r} is not "
             "supported in GGUF files of this architecture"
         )
     config["sliding_window"] = window
-    config["architectures"] = ["MistralForCausalLM"]
-    config["model_type"] = "mistral"
+    if mistral:
+        config["architectures"] = ["MistralForCausalLM"]
+        config["model_type"] = "mistral"
 
 
 def _tensor(file: GgufFile, name: str) -> GgufTensor:
@@ -214,12 +166,7 @@ def _rope_scaling(data: Metadata, theta: float, head_dim: int) -> dict[str, Any]
 
 def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Reads the factors and finds the config that makes them; refuses any others."""
-    tensor = file.tensors[ROPE_FREQS]
-    if tensor.encoding != "F32" or tensor.shape != (head_dim // 2,):
-        raise CheckpointError(f"{file.path}: {ROPE_FREQS} is {tensor.encoding} {tensor.shape}")
-    with file.path.open("rb") as stream:
-        stream.seek(tensor.offset)
-        found = struct.unpack(f"<{head_dim // 2}f", stream.read(tensor.nbytes))
+    found = Metadata(file).vector(ROPE_FREQS, head_dim // 2)
     factor, original, low, high = max(found), 8192, 1.0, 4.0
     for index, value in enumerate(found):
         wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
@@ -302,7 +249,7 @@ def _templates(file: GgufFile) -> dict[str, str]:
 
 def _entries(file: GgufFile, config: dict[str, Any]) -> dict[str, TensorEntry]:
     """Tensors under Hugging Face names. A name that is not known is refused."""
-    interleaved = Metadata(file).architecture.interleaved
+    family = architecture_of(file)
     heads = {
         "attn_q": int(config["num_attention_heads"]),
         "attn_k": int(config["num_key_value_heads"]),
@@ -310,30 +257,65 @@ def _entries(file: GgufFile, config: dict[str, Any]) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     unknown: list[str] = []
     for tensor in file.tensors.values():
-        if tensor.name == ROPE_FREQS:
-            continue  # in the config now
-        stem, _, suffix = tensor.name.rpartition(".")
-        parts = stem.split(".")
-        name = OUTER_NAMES.get(stem)
-        count = 0
-        if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal():
-            inner = BLOCK_NAMES.get(parts[2])
-            name = inner and f"model.layers.{int(parts[1])}.{inner}"
-            count = heads.get(parts[2], 0) if interleaved else 0
-        if not name or suffix not in ("weight", "bias"):
-            unknown.append(tensor.name)
+        if tensor.name in family.in_config:
             continue
-        name = f"{name}.{suffix}"
-        if count and tensor.shape[0] % (2 * count):
-            raise CheckpointError(
-                f"{file.path}: {tensor.name!r} has {tensor.shape[0]} rows for {count} heads"
-            )
-        entries[name] = TensorEntry(
-            name, file.path, tensor.offset, tensor.nbytes, tensor.shape, tensor.encoding, count
-        )
+        known = False
+        for entry in _named(tensor, family, heads if family.interleaved else {}, file.path):
+            known = True
+            entries[entry.name] = entry
+        if not known:
+            unknown.append(tensor.name)
     if unknown:
         raise CheckpointError(
             f"{file.path}: {len(unknown)} tensors have no known meaning for this architecture: "
             f"{', '.join(unknown[:20])}"
         )
     return entries
+
+
+def _named(
+    tensor: GgufTensor, family: Architecture, heads: dict[str, int], path: Path
+) -> Iterator[TensorEntry]:
+    """What one tensor of the file is: one tensor, one for each expert, or nothing that is known."""
+    stem, _, suffix = tensor.name.rpartition(".")
+    parts = stem.split(".")
+    entry = TensorEntry("", path, tensor.offset, tensor.nbytes, tensor.shape, tensor.encoding)
+    if suffix not in ("weight", "bias"):
+        return
+    if family.norms_plus_one and stem.endswith("norm"):
+        entry = replace(entry, plus=-1.0)
+    if stem in OUTER_NAMES:
+        yield replace(entry, name=f"{OUTER_NAMES[stem]}.{suffix}")
+    if len(parts) != 3 or parts[0] != "blk" or not parts[1].isdecimal():
+        return
+    prefix, inner = f"model.layers.{int(parts[1])}.", parts[2]
+    if inner in family.experts and len(tensor.shape) == 3:
+        yield from _apart(entry, f"{prefix}{family.experts[inner]}.{suffix}")
+    elif inner in family.rows:  # a matrix of one row, stored as a vector
+        yield replace(
+            entry, name=f"{prefix}{family.rows[inner]}.{suffix}", shape=(1, tensor.nbytes // 4)
+        )
+    elif f"{inner}.{suffix}" in family.whole_names:
+        yield replace(entry, name=prefix + family.whole_names[f"{inner}.{suffix}"])
+    elif inner in family.names:
+        count = heads.get(inner, 0)
+        if count and tensor.shape[0] % (2 * count):
+            raise CheckpointError(
+                f"{path}: {tensor.name!r} has {tensor.shape[0]} rows for {count} heads"
+            )
+        name = f"{prefix}{family.names[inner]}.{suffix}"
+        yield replace(entry, name=name, interleaved_heads=count)
+
+
+def _apart(entry: TensorEntry, name: str) -> Iterator[TensorEntry]:
+    """Experts lie one after the other in one tensor [E, rows, columns]."""
+    count = entry.shape[0]
+    size = entry.nbytes // count
+    for expert in range(count):
+        yield replace(
+            entry,
+            name=name.format(expert),
+            offset=entry.offset + expert * size,
+            nbytes=size,
+            shape=entry.shape[1:],
+        )

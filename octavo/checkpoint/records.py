@@ -63,7 +63,7 @@ class TensorEntry:
 
     `shape` is in Hugging Face order, (out, in). If `interleaved_heads` is not 0, the rows of each
     of that many heads are stored as rotary pairs (0, half, 1, half + 1, ...) and the reader puts
-    them back into two halves.
+    them back into two halves. `plus` is added to each number, in f32.
     """
 
     name: str
@@ -73,6 +73,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     encoding: str
     interleaved_heads: int = 0
+    plus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

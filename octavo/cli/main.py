@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "quantize": ("octavo.cli.quantize", "write a model with weights of 8 or 4 bits"),
     "quant-check": ("octavo.cli.check", "measure what quantized weights cost in accuracy"),
     "kv-check": ("octavo.cli.check", "measure what a smaller KV cache costs in accuracy"),
+    "plan": ("octavo.cli.plan", "say if a model fits and what it holds, before it is loaded"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

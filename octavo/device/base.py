@@ -70,8 +70,11 @@ class Device(Protocol):
     def fetch(self, source: Tensor) -> Tensor:
         """Host memory that holds `source` once an event marked after this call has passed."""
 
-    def mark(self) -> Event:
-        """An event after all work given to the device so far."""
+    def mark(self, again: Event | None = None) -> Event:
+        """An event after all work given to the device so far.
+
+        `again` is one that nobody waits for any more: it may be the one that is returned.
+        """
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """A call that does `work` again, and the tensor that holds its result after each call.

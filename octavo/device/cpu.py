@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.device.base import Event
 from octavo.device.limits import cpu_flags, read_cores, read_memory
 from octavo.errors import ConfigError
 
@@ -122,7 +123,7 @@ class CpuDevice:
         """A copy, as the source may change."""
         return source.clone()
 
-    def mark(self) -> Passed:
+    def mark(self, again: Event | None = None) -> Passed:
         """An event that has passed."""
         return Passed()
 

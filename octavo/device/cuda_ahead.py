@@ -1,44 +1,148 @@
 """Compiles the kernels of a piece of work side by side, before the work is done.
 
-Triton compiles a kernel at its first launch, one after the other, half a second each. Here the work
-is rehearsed: each launch that would compile is noted for a pool of threads and left out, and what
-the work computes is garbage. What cannot be compiled this way is compiled at its first launch.
-Not for: launching anything. Next file: `cuda_queue.py`.
+Triton compiles a kernel at its first launch, one after the other, half a second each, and then has
+the system's compiler make what launches kernels of its signature, another third of a second. Here
+the work is rehearsed without launches: those that would compile are noted for a pool of threads,
+which does both, and what the work computes is garbage. So no kernel of ours may run then, even one
+that is compiled already: it would take garbage for places in memory. What cannot be compiled this
+way is compiled at its first launch. Most of compiling is Python, in which threads take turns: where
+all is to be compiled, processes do it (`Compilers`), and the threads find it on disk. Not for:
+launching anything. Next file: `cuda_queue.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
 
-THREADS = 16
+PARALLEL = 16
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def compile_ahead(rehearsal: Callable[[], None]) -> str:
-    """Does `rehearsal` without new kernels, then waits for these; what went wrong, or empty."""
+class Compilers:
+    """Processes that compile into the cache on disk, for one GPU.
+
+    They are forked, for each would else import torch and Triton anew: to be made before this
+    process uses a GPU, of which they know nothing. One that dies is no error: what it should have
+    compiled is compiled in this process.
+    """
+
+    def __init__(self) -> None:
+        count = min(PARALLEL, os.cpu_count() or 1)
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin)
+        self._pool.submit(_nothing)  # all are forked at the first call
+
+    def compile(self, function: Any, specialization: str) -> None:
+        """Waits until a kernel is compiled; what fails will fail again where it is launched."""
+        target = triton.runtime.driver.active.get_current_target()
+        kind = (target.backend, target.arch, target.warp_size)
+        with contextlib.suppress(BrokenProcessPool):
+            name = function.__name__
+            self._pool.submit(_compile, kind, function.module, name, specialization).exception()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def name_versions() -> None:
+    """Has Triton hash its own files, 400 MB, once a process: the names in its cache need that."""
+    triton_key()
+
+
+def compile_ahead(
+    rehearsal: Callable[[], None], device: int = 0, compilers: Compilers | None = None
+) -> str:
+    """Does `rehearsal` without our kernels, then waits for these; what went wrong, or empty.
+
+    `device` is the number of the GPU that is to launch them. `compilers` are used where most are
+    not in the cache.
+    """
     runtime = triton.knobs.runtime
+    launch = JITFunction.run
     before, own, seen = runtime.jit_cache_hook, threading.get_ident(), set()
+    made: list[Future[None]] = []
     problem = ""
-    with ThreadPoolExecutor(THREADS) as pool:
+    # What is current is a thread's own affair, and kernels are kept by device.
+    begin = torch.cuda.set_device
+    with ThreadPoolExecutor(PARALLEL, initializer=begin, initargs=(device,)) as pool:
 
         def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
             if threading.get_ident() != own:
                 return False  # the pool's own call for the same kernel: go on and compile
             if (fn.name, key) not in seen:
                 seen.add((fn.name, key))
-                pool.submit(fn.jit_function.preload, compile["specialization_data"])
+                specialization = compile["specialization_data"]
+                made.append(pool.submit(_make, fn.jit_function, specialization, compilers))
             return True  # no launch
+
+        def prepare(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            return launch(self, *args, warmup=True, **options)
 
         try:
             runtime.jit_cache_hook = note
+            JITFunction.run = prepare
             rehearsal()
         except Exception as error:  # garbage may be refused somewhere; then the rest comes later
             problem = f"{type(error).__name__}: {error}"
         finally:
+            JITFunction.run = launch
             pool.shutdown(wait=True)
             runtime.jit_cache_hook = before
+    for failure in (each.exception() for each in made):
+        if failure is not None and not problem:
+            problem = f"{type(failure).__name__}: {failure}"
     return problem
+
+
+def _make(function: Any, specialization: str, compilers: Compilers | None) -> None:
+    """Compiles a kernel, and makes and loads what launches it."""
+    if compilers is not None:
+        compilers.compile(function, specialization)
+    kernel = function.preload(specialization)
+    if kernel is not None:
+        _ = kernel.run  # made when first asked for
+
+
+class _NoDriver:
+    """What compiling asks of Triton's driver: the target, and a device's number."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def _begin() -> None:
+    # Linux's: nobody else would end a process whose parent was killed.
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    name_versions()
+
+
+def _nothing() -> None:
+    """Something to do."""
+
+
+def _compile(kind: tuple[str, int, int], module: str, name: str, specialization: str) -> None:
+    triton.runtime.driver.set_active(_NoDriver(GPUTarget(*kind)))
+    getattr(importlib.import_module(module), name).preload(specialization)

@@ -6,6 +6,7 @@ the GPU is and why it may be refused (`cuda.py`). Next file: `worker/staged.py`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.device.base import Event
 from octavo.device.cuda import CudaDevice
-from octavo.device.cuda_ahead import compile_ahead
+from octavo.device.cuda_ahead import Compilers, compile_ahead, name_versions
 
 TRITON_FOLDER = "triton"  # of compiled kernels, below the cache folder
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # where a GPU may be: no fork is in vain
 
 
 class _Memory:
@@ -34,7 +37,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class CudaQueue(CudaDevice):
-    """GPU `index`; compiled kernels are kept below `cache_dir`."""
+    """GPU `index`; compiled kernels are kept below `cache_dir`.
+
+    Where that holds none yet, processes are forked to compile them.
+    """
 
     asynchronous = True
     own_memory = True
@@ -43,9 +49,15 @@ class CudaQueue(CudaDevice):
     block_size = 64
 
     def __init__(self, index: int = 0, *, cache_dir: str | None = None) -> None:
-        super().__init__(index)
+        self._compilers: Compilers | None = None
         if cache_dir is not None:
-            triton.knobs.cache.dir = str(Path(cache_dir) / TRITON_FOLDER)
+            folder = Path(cache_dir) / TRITON_FOLDER
+            triton.knobs.cache.dir = str(folder)
+            if not folder.is_dir() and any(driver.exists() for driver in DRIVERS):
+                self._compilers = Compilers()
+        self._versions = threading.Thread(target=name_versions, name="versions", daemon=True)
+        self._versions.start()
+        super().__init__(index)
         self._pool: Any = None  # of captured graphs' memory
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -66,9 +78,9 @@ class CudaQueue(CudaDevice):
         target.copy_(source, non_blocking=True)
         return target
 
-    def mark(self) -> torch.cuda.Event:
-        """An event of the stream."""
-        event = self.event()
+    def mark(self, again: Event | None = None) -> torch.cuda.Event:
+        """An event of the stream; a new one takes the host three times as long."""
+        event = again if isinstance(again, torch.cuda.Event) else self.event()
         event.record()
         return event
 
@@ -83,7 +95,11 @@ class CudaQueue(CudaDevice):
 
     def rehearse(self, work: Callable[[], None]) -> None:
         """Compiles the kernels of `work` side by side."""
-        problem = compile_ahead(work)
+        self._versions.join()
+        problem = compile_ahead(work, self.index, self._compilers)
+        if self._compilers is not None:
+            self._compilers.close()
+            self._compilers = None
         if problem:
             self.notes += (f"kernels: not all compiled ahead: {problem}",)
         self.synchronize()

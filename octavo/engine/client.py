@@ -1,6 +1,7 @@
 """The API process's end of the ring: submit, abort, token news for listeners, health.
 
-Tokens only; text is made by `octavo/text_engine.py`. All methods belong to one event loop.
+Tokens only; text is made by `octavo/text_engine.py`. All methods belong to one event loop, which
+watches the socket itself: news is handled in the call that finds it, without a task or a future.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
-from octavo.engine.channel import Addresses, encode
+from octavo.engine.channel import Addresses, encode, open_socket
 from octavo.errors import EngineDead, RequestFailed, ServerError
 from octavo.types import (
     Abort,
@@ -34,6 +35,9 @@ from octavo.types import (
     WorkerInfo,
 )
 
+TURNS_TO_BEGIN = 2  # turns of the event loop from the first news of a stream to its first byte
+RETRY_SECONDS = 0.05  # until a message is offered again to a core that has not connected
+
 logger = logging.getLogger("octavo.engine.client")
 
 
@@ -46,6 +50,7 @@ class Pulse:
     heard_at: float = field(default_factory=time.monotonic)
     last_step: float = field(default_factory=time.monotonic)
     pending: int = 0
+    allowed: float = 0.0  # seconds that the step under way may take because of its size
 
 
 class Listener(Protocol):
@@ -81,15 +86,17 @@ class EngineClient:
         self._streams: dict[str, Listener] = {}
         self._replies: dict[int, asyncio.Future[dict[str, str]]] = {}
         self._numbers = itertools.count()
-        context = zmq.asyncio.Context.instance()
-        self._to_core = context.socket(zmq.PUSH)
-        self._from_core = context.socket(zmq.PULL)
-        for socket in (self._to_core, self._from_core):
-            socket.set_hwm(0)
-            socket.linger = 0
+        self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+        self._later: Sequence[SequenceOutput] = ()  # news that first tokens go before
+        self._unsent: deque[bytes] = deque()  # while nobody is at the other end
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._to_core = open_socket(context, zmq.PUSH)
+        self._from_core = open_socket(context, zmq.PULL)
         self._to_core.bind(addresses.to_core)
         self._from_core.bind(addresses.from_core)
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._loop = asyncio.get_running_loop()
+        self._watched = int(self._from_core.getsockopt(zmq.FD))
+        self._loop.add_reader(self._watched, self._read)
 
     @property
     def num_open(self) -> int:
@@ -108,7 +115,7 @@ class EngineClient:
         messages = [encode(request) for request in requests]  # all or none is sent
         for request, message in zip(requests, messages, strict=True):
             self._streams[request.id] = listener
-            self._to_core.send(message)
+            self._put(message)
 
     def abort(self, ids: Sequence[str]) -> None:
         """Ends sequences that are still open and forgets them; no further news comes."""
@@ -153,6 +160,7 @@ class EngineClient:
         self._end_streams(error)
 
     def _end_streams(self, error: ServerError) -> None:
+        self._push_later()
         streams = set(self._streams.values())
         self._streams.clear()
         for stream in streams:
@@ -160,33 +168,60 @@ class EngineClient:
 
     def close(self) -> None:
         """Frees the sockets; the client cannot be used afterwards."""
-        self._reader.cancel()
+        self._stop_reading()
         self._to_core.close()
         self._from_core.close()
 
     def _send(self, message: AddRequest | Abort | Control) -> None:
-        # An unbounded PUSH socket takes the message at once; the returned future is done.
-        self._to_core.send(encode(message))
+        self._put(encode(message))
 
-    async def _read(self) -> None:
-        decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+    def _put(self, message: bytes) -> None:
+        """Gives it to the socket's own thread: at once, or when the core has connected."""
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
         try:
-            while True:
-                self._handle(decoder.decode(await self._from_core.recv()))
+            while self._unsent and self._watched >= 0:
+                self._to_core.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+        except zmq.Again:  # only while nobody is connected: there is no other bound
+            self._loop.call_later(RETRY_SECONDS, self._flush)
+
+    def _read(self) -> None:
+        """Takes all there is: the socket tells once when it begins to hold something."""
+        try:
+            while self._watched >= 0:
+                self._handle(self._decoder.decode(self._from_core.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return
         except Exception as error:  # a fault on this side must not leave streams waiting
             logger.exception("event=client_broken")
+            self._stop_reading()
             self.fail(EngineDead(f"the engine's news cannot be read: {error}"))
             if self._on_broken is not None:
                 self._on_broken()
 
+    def _stop_reading(self) -> None:
+        if self._watched >= 0:
+            self._loop.remove_reader(self._watched)
+            self._watched = -1
+
     def _handle(self, message: FromCore) -> None:
+        self._push_later()
         if isinstance(message, StepOutputs):
             self._deliver(message)
         elif isinstance(message, Progress):
             if message.phase == "loading" and self.ready.is_set():
                 return  # it was on its way when the core became ready
             self.pulse = Pulse(
-                message.phase, message.detail, time.monotonic(), message.last_step, message.pending
+                message.phase,
+                message.detail,
+                time.monotonic(),
+                message.last_step,
+                message.pending,
+                message.allowed,
             )
         elif isinstance(message, ControlReply):
             self._answer(message)
@@ -202,8 +237,33 @@ class EngineClient:
         self.stats = message.stats
         if self._on_stats is not None:
             self._on_stats(message.stats)
+        outputs = message.outputs
+        firsts = next((n for n, o in enumerate(outputs) if not o.scheduled_at), len(outputs))
+        if 0 < firsts < len(outputs):
+            # First tokens are on their way to the socket before others are looked at: their
+            # answers begin, which takes some turns of the loop.
+            self._push(outputs[:firsts])
+            self._later = outputs[firsts:]
+            self._loop.call_soon(self._after, TURNS_TO_BEGIN, self._later)
+        else:
+            self._push(outputs)
+
+    def _after(self, turns: int, outputs: Sequence[SequenceOutput]) -> None:
+        """Pushes `outputs` after so many more turns of the loop, unless newer news has done it."""
+        if outputs is not self._later:
+            return
+        if turns:
+            self._loop.call_soon(self._after, turns - 1, outputs)
+        else:
+            self._push_later()
+
+    def _push_later(self) -> None:
+        later, self._later = self._later, ()
+        self._push(later)
+
+    def _push(self, outputs: Sequence[SequenceOutput]) -> None:
         streams = self._streams
-        for output in message.outputs:
+        for output in outputs:
             if output.reason is None:
                 stream = streams.get(output.id)
             else:

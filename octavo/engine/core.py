@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from octavo.engine.pace import Pace
+from octavo.engine.pace import Allowance, Pace
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import EngineDead
 from octavo.types import PREPARE, AddRequest, StepOutputs, StepPlan, StepResult
@@ -61,6 +61,8 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and since when
         self._last_landing = 0.0
         self._formless: list[AddRequest] = []  # their grammars are being compiled
+        self._allow = Allowance()
+        self.allowance = 0.0  # seconds that what is in flight may take because of its size
         self._pace = Pace() if scheduler.config.lookahead else None
 
     def add(self, request: AddRequest) -> None:
@@ -124,6 +126,8 @@ class EngineCore:
             plan = self._scheduler.plan(began)
             if plan is None:
                 break
+            tokens = plan.num_tokens + sum(one.num_tokens for one, _, _ in self._in_flight)
+            self.allowance = self._allow.seconds(tokens)
             handle = self._submit(plan)
             if self._pace is not None and self._in_flight:
                 late = self._in_flight[-1][1].done()
@@ -174,6 +178,7 @@ class EngineCore:
         # Overlapping steps share the time: each counts from where the one before it ended.
         seconds = now - max(began, self._last_landing)
         self._last_landing = now
+        self._allow.landed(plan.num_tokens, seconds)
         if self._pace is not None:
             self._pace.landed(plan.num_rows, plan.num_tokens, seconds)
         return self._scheduler.commit(plan, result, 1000 * seconds, now)

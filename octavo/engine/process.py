@@ -7,6 +7,7 @@ Next file: `client.py`, the other end.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -157,6 +158,7 @@ class Heartbeat:
         self.detail = ""
         self.last_step = time.monotonic()
         self.pending = 0
+        self.core: EngineCore | None = None  # once there is one
         self._context = context
         self._addresses = addresses
         self._parent = parent
@@ -166,7 +168,10 @@ class Heartbeat:
         outbox = Outbox(self._context, self._addresses)
         while os.getppid() == self._parent:
             now = time.monotonic()
-            outbox.send_all(Progress(now, self.phase, self.last_step, self.pending, self.detail))
+            allowed = 0.0 if self.core is None else self.core.allowance
+            outbox.send_all(
+                Progress(now, self.phase, self.last_step, self.pending, self.detail, allowed)
+            )
             time.sleep(HEARTBEAT_SECONDS)
         os._exit(1)
 
@@ -194,9 +199,10 @@ def run(
     try:
         # Requests may be waiting in the sockets already; they are read once there is a core.
         core, info = build(report)
+        gc.freeze()  # what is there now stays: looking through it takes longer than a step
         inbox = Inbox(context, clients)
         outbox.send_all(Ready(info))
-        heartbeat.phase, heartbeat.detail = "idle", ""
+        heartbeat.core, heartbeat.phase, heartbeat.detail = core, "idle", ""
         try:
             _serve(core, inbox, outbox, heartbeat)
         finally:

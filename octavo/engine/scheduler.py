@@ -511,11 +511,11 @@ class Scheduler:
     def _accept(self, step: Step, tokens: list[int], result: StepResult) -> int:
         """Appends the new tokens and ends what they end; returns how many were wanted."""
         news, bad = self._news, result.bad
+        before = len(news)
         special: list[tuple[Sequence, int]] = []
         broken: list[tuple[Sequence, str]] = []
         num_wanted = 0
-        # The rows of prompts are the last. Their tokens go out first: somebody waits for them most.
-        for index in reversed(range(len(tokens))):
+        for index in range(len(tokens)):
             sequence, token = step.sampled[index], tokens[index]
             if sequence.reason is not None:
                 continue
@@ -531,26 +531,31 @@ class Scheduler:
             else:
                 news.append(SequenceOutput(sequence.id, [token]))
         self._register_outputs(step)  # while those that end still have their blocks
+        firsts: list[SequenceOutput] = []
         for sequence, index in special:
-            self._report_token(sequence, tokens[index], result.logprobs.get(index))
+            kind = news if sequence.reported else firsts
+            kind.append(self._token(sequence, tokens[index], result.logprobs.get(index)))
+        news[before:before] = firsts  # somebody waits for them more than for all others
         for sequence, why in broken:
             self.pool.forget(sequence.blocks)
             self._finish(sequence, "error", error=why or "the model's output was not finite")
         return num_wanted
 
-    def _report_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+    def _token(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None
+    ) -> SequenceOutput:
+        """News of a token that may be the last one, or came with more than itself."""
         if sequence.suspect:
             sequence.suspect = False
             self.suspects.remove(sequence)
         stopped = sequence.stops_at(token)
         if stopped or len(sequence.tokens) >= sequence.limit:
             self._end(sequence, "stop" if stopped else "length")
-        output = sequence.output(
+        return sequence.output(
             [token],
             logprobs=None if logprobs is None else [logprobs],
             stop_id=token if stopped else None,
         )
-        self._news.append(output)
 
     def _register_outputs(self, step: Step) -> None:
         columns, slots = self.columns, step.sampled_slots

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from octavo.worker.worker import Worker
 
 
+def import_worker() -> None:
+    """Imports what `LocalExecutor.start` will, torch above all; for a thread that has time."""
+    import octavo.worker.worker  # noqa: F401
+
+
 class FailedHandle:
     """A step that could not be started."""
 

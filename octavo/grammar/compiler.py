@@ -76,6 +76,10 @@ class GrammarCompiler:
         """
         return self.submit(wanted).result()
 
+    def form(self, wanted: StructuredOutputs | None) -> Form | None:
+        """As `compile`, None if nothing is wanted."""
+        return None if wanted is None else self.compile(wanted)
+
     def submit(self, wanted: StructuredOutputs) -> Future[Form]:
         """As `compile`, which others need not wait for."""
         promise: Future[Form] = Future()

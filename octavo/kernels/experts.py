@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo.errors import ConfigError
-from octavo.kernels.ops import ExpertProduct, Ops, PackedWeight
+from octavo.kernels.ops import ClampedForm, ExpertProduct, Ops, PackedWeight
 
 
 def looped(ops: Ops) -> Callable[[Tensor, Tensor], ExpertProduct]:
@@ -82,14 +82,7 @@ class GroupedExperts:
 
     def __init__(self, silu_mul: Callable[[Tensor], Tensor], gate_up: Tensor, down: Tensor) -> None:
         """gate_up [E, 2 * I, H], down [E, H, I]; `silu_mul` as in Ops."""
-        for name, weight in (("hidden size", gate_up), ("experts' intermediate size", down)):
-            unit = 16 // weight.element_size()
-            if weight.shape[2] % unit:
-                raise ConfigError(
-                    f"the {name} on one rank is {weight.shape[2]}: grouped products need a "
-                    f"multiple of {unit}",
-                    "kernels",
-                )
+        check_units(gate_up, down)
         self._silu_mul = silu_mul
         self._gate_up = gate_up.transpose(1, 2)
         self._down = down.transpose(1, 2)
@@ -106,3 +99,50 @@ class GroupedExperts:
         # Back in the order of tokens, so that each sums its own in a fixed order.
         own = torch.empty_like(scaled).index_copy_(0, order, scaled)
         return own.view(len(x), top, -1).sum(dim=1).to(x.dtype)
+
+
+class ClampedExperts:
+    """An ExpertProduct for experts of `ClampedForm`: grouped products, as above."""
+
+    __slots__ = ("_down", "_form", "_gate_up")
+
+    def __init__(self, gate_up: Tensor, down: Tensor, form: ClampedForm) -> None:
+        """gate_up [E, 2 * I, H], down [E, H, I]."""
+        check_units(gate_up, down)
+        self._gate_up = gate_up.transpose(1, 2)
+        self._down = down.transpose(1, 2)
+        self._form = form
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], experts i64[T, k], weights f32[T, k] -> [T, H]."""
+        form, top = self._form, experts.shape[1]
+        chosen, order = experts.flatten().sort(stable=True)
+        numbers = torch.arange(self._down.shape[0], device=x.device)
+        ends = torch.searchsorted(chosen, numbers, right=True).to(torch.int32)
+        inner = functional.grouped_mm(x.index_select(0, order // top), self._gate_up, offs=ends)
+        inner = inner + form.gate_up_bias.index_select(0, chosen)
+        middle = clamped_mul(inner, form.alpha, form.limit)
+        product = functional.grouped_mm(middle, self._down, offs=ends)
+        product = product + form.down_bias.index_select(0, chosen)
+        scaled = product.float() * weights.flatten()[order].unsqueeze(1)
+        own = torch.empty_like(scaled).index_copy_(0, order, scaled)
+        return own.view(len(x), top, -1).sum(dim=1).to(x.dtype)
+
+
+def clamped_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """x [T, 2 * I], gate half then up half -> [T, I]; see `ClampedForm`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)).to(x.dtype)
+
+
+def check_units(gate_up: Tensor, down: Tensor) -> None:
+    """Raises ConfigError for rows that grouped products cannot read."""
+    for name, weight in (("hidden size", gate_up), ("experts' intermediate size", down)):
+        unit = 16 // weight.element_size()
+        if weight.shape[2] % unit:
+            raise ConfigError(
+                f"the {name} on one rank is {weight.shape[2]}: grouped products need a "
+                f"multiple of {unit}",
+                "kernels",
+            )

@@ -187,10 +187,10 @@ REFERENCE = SlotOps(update=update, place=place, check=check, note=note)
 
 
 def slot_ops(device: str) -> SlotOps:
-    """The kernels that serve a device, by its name in torch."""
+    """The kernels that serve a device, by its name in torch, for one set of tensors."""
     if not device.startswith("cuda"):
         return REFERENCE
-    from octavo.kernels.triton.slots import TRITON
+    from octavo.kernels.triton.slots import triton_slots
 
-    ops: SlotOps = TRITON
+    ops: SlotOps = triton_slots()
     return ops

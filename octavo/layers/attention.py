@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionNeed, FusedAttention, HeadRules
@@ -16,16 +17,43 @@ from octavo.forward import ForwardBatch
 from octavo.layers.build import Build
 from octavo.layers.linear import QKV, Row
 from octavo.layers.norm import RMSNorm
-from octavo.layers.parameters import Layer
+from octavo.layers.parameters import Layer, Parameters
 from octavo.layers.rope import Rope, head_order
 from octavo.models.spec import ModelSpec
+from octavo.weights.spec import ParamSpec, Part
+
+
+class Sinks:
+    """A learned score for each head, by which it attends to nothing. `scores` f32[Q]."""
+
+    __slots__ = ("_parameters", "scores")
+
+    scores: Tensor
+
+    def __init__(self, build: Build, num_heads: int) -> None:
+        start, count = build.mesh.tp.share(num_heads)
+        part = (Part("", count, num_heads, start),)
+        spec = ParamSpec((count,), torch.float32, part, out_dim=0)
+        self._parameters = Parameters({"scores": spec})
+
+    def param_specs(self) -> dict[str, ParamSpec]:
+        """One vector, "scores"."""
+        return self._parameters.specs
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes the vector; see `Layer`."""
+        self._parameters.set(name, tensor)
+
+    def finish(self) -> None:
+        """Takes the scores into use."""
+        self.scores = self._parameters.take()["scores"]
 
 
 class Attention:
     """Grouped-query attention of one decoder block.
 
-    `query_norm` and `key_norm` are None in models without head norms. Whoever fills the layer sets
-    `sinks` f32[Q] where the need has them, and the scales of an FP8 cache in `need`.
+    `query_norm` and `key_norm` are None in models without head norms, `sinks` in those without.
+    Whoever fills the layer sets the scales of an FP8 cache in `need`.
     """
 
     __slots__ = (
@@ -40,7 +68,7 @@ class Attention:
         self._layer = layer - build.first_layer
         self.need = layer_need(build.need, spec, layer)
         self.rope = rope
-        self.sinks: Tensor | None = None
+        self.sinks = Sinks(build, spec.num_heads) if spec.sinks else None
         self.qkv = QKV(
             build,
             spec.hidden_size,
@@ -71,7 +99,8 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.heads(q), self.key_norm.heads(k)
         q, k = self.rope(q, k, batch.positions)
-        attended = self._backend.forward(q, k, v, self._layer, self.need, batch, sinks=self.sinks)
+        scores = self._scores()
+        attended = self._backend.forward(q, k, v, self._layer, self.need, batch, sinks=scores)
         return self.output(chosen(attended, rows))
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
@@ -80,7 +109,12 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             yield "query_norm", self.query_norm
             yield "key_norm", self.key_norm
+        if self.sinks is not None:
+            yield "sinks", self.sinks
         yield "output", self.output
+
+    def _scores(self) -> Tensor | None:
+        return None if self.sinks is None else self.sinks.scores
 
     def _head_norm(self, build: Build, spec: ModelSpec) -> RMSNorm | None:
         if not spec.qk_norm:
@@ -89,13 +123,13 @@ class Attention:
 
     def _rules(self) -> HeadRules:
         if self.query_norm is None or self.key_norm is None:
-            return HeadRules(self.rope.cos_sin, sinks=self.sinks)
+            return HeadRules(self.rope.cos_sin, sinks=self._scores())
         return HeadRules(
             self.rope.cos_sin,
             self.query_norm.weight,
             self.key_norm.weight,
             self.query_norm.eps,
-            self.sinks,
+            self._scores(),
         )
 
 

@@ -8,12 +8,14 @@ Next file: `models/sparse.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.experts import ClampedExperts as ClampedProduct
 from octavo.kernels.experts import looped
+from octavo.kernels.ops import ClampedForm, ExpertProduct, JoiningExperts, RouteRules
 from octavo.layers.build import Build
 from octavo.layers.linear import Replicated, even_part
 from octavo.layers.mlp import MLP
@@ -26,7 +28,7 @@ from octavo.weights.spec import ParamSpec, Part
 class Router:
     """Which experts a token goes to, and how much each counts; alike on every rank."""
 
-    __slots__ = ("_linear", "_ops", "_parameters", "_spec", "correction")
+    __slots__ = ("_bias", "_linear", "_ops", "_parameters", "_rules", "_spec", "correction")
 
     correction: Tensor | None
 
@@ -36,12 +38,22 @@ class Router:
         specs = {"weight": ParamSpec((count, hidden_size), build.dtype, part, out_dim=0)}
         if spec.correction:
             specs["correction"] = ParamSpec((count,), torch.float32, part)
+        if spec.clamp:
+            specs["bias"] = ParamSpec((count,), build.dtype, part)
         self._ops = build.ops
         self._spec = spec
+        self._rules = RouteRules(
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            renormalise=spec.renormalise,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+        )
         self._parameters = Parameters(specs)
 
     def param_specs(self) -> dict[str, ParamSpec]:
-        """A matrix, "weight", and "correction" f32[E] where choice has a bias."""
+        """A matrix, "weight", "correction" f32[E] where choice has a bias, and perhaps "bias"."""
         return self._parameters.specs
 
     def set_param(self, name: str, tensor: Tensor) -> None:
@@ -52,11 +64,14 @@ class Router:
         """Repacks the matrix for the kernels."""
         tensors = self._parameters.take()
         self.correction = tensors.pop("correction", None)
+        self._bias = tensors.pop("bias", None)
         self._linear = self._ops.pack(tensors["weight"])
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (experts i64[T, k], their weights f32[T, k])."""
-        logits = self._ops.linear(x, self._linear, None, torch.float32)
+        logits = self._ops.linear(x, self._linear, self._bias, torch.float32)
+        if self._ops.route is not None:
+            return self._ops.route(logits, self._rules, self.correction)
         return route(logits, self._spec, self.correction)
 
 
@@ -92,7 +107,7 @@ class Experts:
 
     __slots__ = ("_axis", "_make", "_parameters", "_shape", "run")
 
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    run: ExpertProduct
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
         axis, count, width = build.mesh.tp, spec.num_experts, spec.intermediate_size
@@ -142,6 +157,70 @@ class Experts:
         self.run = self._make(gate_up, tensors.pop("down").view(count, hidden, share))
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum."""
+        return all_reduce(self.run(x, experts, weights), self._axis)
+
+    def joined(self, x: Tensor, experts: Tensor, weights: Tensor, shared: MLP) -> Tensor | None:
+        """The same plus the shared experts' results, if the kernels take both in one."""
+        gate_up, down = shared.gate_up.packed, shared.down.packed
+        run = self.run
+        if isinstance(run, JoiningExperts) and run.joins(len(x), gate_up, down):
+            return all_reduce(run.joined(x, experts, weights, gate_up, down), self._axis)
+        return None
+
+
+class ClampedExperts:
+    """Experts with biases and a bounded gate (gpt-oss), which checkpoints hold in one tensor each.
+
+    There the columns of gate and up take turns. Each rank reads all and keeps its share.
+    """
+
+    __slots__ = ("_axis", "_make", "_parameters", "_spec", "run")
+
+    run: ExpertProduct
+
+    def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
+        count, width = spec.num_experts, spec.intermediate_size
+        self._axis = build.mesh.tp
+        self._spec = spec
+        self._make = build.ops.clamped_experts or ClampedProduct
+        shapes = {
+            "gate_up": (count, hidden_size, 2 * width),
+            "gate_up_bias": (count, 2 * width),
+            "down": (count, width, hidden_size),
+            "down_bias": (count, hidden_size),
+        }
+        part = (Part("", count, count, 0),)
+        self._parameters = Parameters(
+            {name: ParamSpec(shape, build.dtype, part) for name, shape in shapes.items()}
+        )
+
+    def param_specs(self) -> dict[str, ParamSpec]:
+        """ "gate_up" [E, H, 2 * I], "down" [E, I, H], and a bias of each."""
+        return self._parameters.specs
+
+    def set_param(self, name: str, tensor: Tensor) -> None:
+        """Takes one parameter; see `Layer`."""
+        self._parameters.set(name, tensor)
+
+    def finish(self) -> None:
+        """Puts this rank's share in order and repacks it for the kernels."""
+        tensors = self._parameters.take()
+        start, share = self._axis.share(self._spec.intermediate_size)
+        own = torch.arange(start, start + share, device=tensors["down"].device)
+        turns = torch.cat((2 * own, 2 * own + 1))
+        gate_up = tensors.pop("gate_up").index_select(2, turns).transpose(1, 2).contiguous()
+        down = tensors.pop("down")[:, start : start + share].transpose(1, 2).contiguous()
+        bias = tensors["down_bias"]
+        form = ClampedForm(
+            tensors["gate_up_bias"].index_select(1, turns),
+            bias if self._axis.rank == 0 else torch.zeros_like(bias),  # the ranks' sums are added
+            self._spec.clamp_alpha,
+            self._spec.clamp,
+        )
+        self.run = self._make(gate_up, down, form)
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], experts i64[T, k], weights f32[T, k] -> [T, H], the weighted sum."""
         return all_reduce(self.run(x, experts, weights), self._axis)
 
@@ -166,15 +245,23 @@ class MoE:
 
     __slots__ = ("experts", "router", "shared")
 
+    experts: Experts | ClampedExperts
+
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
         self.router = Router(build, hidden_size, spec)
-        self.experts = Experts(build, hidden_size, spec)
+        self.experts = (ClampedExperts if spec.clamp else Experts)(build, hidden_size, spec)
         self.shared = SharedExperts(build, hidden_size, spec) if spec.shared_size else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        routed = self.experts(x, *self.router(x))
-        return routed if self.shared is None else routed + self.shared(x)
+        experts, weights = self.router(x)
+        if self.shared is None:
+            return self.experts(x, experts, weights)
+        if self.shared.gate is None and isinstance(self.experts, Experts):
+            found = self.experts.joined(x, experts, weights, self.shared.mlp)
+            if found is not None:
+                return found
+        return self.experts(x, experts, weights) + self.shared(x)
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

@@ -145,8 +145,10 @@ def _yarn(spec: RopeSpec) -> Tensor:
         wave = spec.original_max_len / (turns * 2 * math.pi)
         return spec.dim * math.log(wave) / (2 * math.log(spec.theta))
 
-    low = max(math.floor(pair_turning(spec.beta_fast)), 0)
-    high = min(math.ceil(pair_turning(spec.beta_slow)), spec.dim - 1)
+    first, last = pair_turning(spec.beta_fast), pair_turning(spec.beta_slow)
+    if spec.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, spec.dim - 1)
     width = max(high - low, 0.001)  # a step instead of a ramp, without dividing by zero
     divide = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return frequencies * (1 - divide + divide / spec.factor)

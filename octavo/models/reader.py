@@ -250,7 +250,6 @@ def _longrope(section: Reader, theta: float, dim: int, *, original: int, max_len
 
 
 def _yarn(section: Reader, theta: float, dim: int, *, original: int, max_len: int) -> RopeSpec:
-    section.require("truncate", True)
     factor = section.number("factor", max_len / original)
     gain = section.number("attention_factor") if section.has("attention_factor") else None
     if gain is None and section.has("mscale") and section.has("mscale_all_dim"):
@@ -264,5 +263,6 @@ def _yarn(section: Reader, theta: float, dim: int, *, original: int, max_len: in
         original,
         beta_fast=section.number("beta_fast", 32.0),
         beta_slow=section.number("beta_slow", 1.0),
+        truncate=section.boolean("truncate", True),
         attention_factor=gain,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from octavo.errors import ConfigError
-from octavo.models import deepseek, gemma, glm, llama, mistral, moe, phi, qwen
+from octavo.models import deepseek, gemma, glm, gpt_oss, llama, mistral, moe, phi, qwen
 from octavo.models.spec import ModelSpec
 
 
@@ -48,6 +48,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ignored_if_tied=(r"language_model\.lm_head\.weight",),
         ),
         "Glm4ForCausalLM": Family(glm.glm4_spec, glm.names),
+        "GlmForCausalLM": Family(glm.glm_spec, glm.first_names),
+        "GptOssForCausalLM": Family(gpt_oss.gpt_oss_spec, gpt_oss.names),
         "LlamaForCausalLM": Family(llama.spec_of, llama.names),
         "MistralForCausalLM": Family(mistral.spec_of, llama.names),
         "Phi3ForCausalLM": Family(phi.phi3_spec, phi.names),

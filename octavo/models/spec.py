@@ -28,6 +28,7 @@ class RopeSpec:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # yarn's ramp begins and ends at whole pairs
     attention_factor: float | None = None  # None is the kind's default: `layers/rope.py`
     short_factors: tuple[float, ...] = ()  # of longrope, a divisor for each frequency
     long_factors: tuple[float, ...] = ()
@@ -57,6 +58,9 @@ class MoeSpec:
     correction: bool = False  # a bias on the scores to choose by
     shared_size: int = 0  # width of the experts that all tokens go to; 0 is none
     shared_gate: bool = False
+    # Experts and router have biases and the gate is bounded, see ClampedForm; 0: none of it.
+    clamp: float = 0.0
+    clamp_alpha: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class ModelSpec:
     activation: Activation = "silu"
     attention_scale: float = 0.0  # 0 is head_dim ** -0.5
     attention_soft_cap: float = 0.0  # 0 is none
+    sinks: bool = False  # each head may attend to nothing, by a learned score
     logit_soft_cap: float = 0.0
     embedding_scale: float = 1.0
     fused_qkv: bool = False  # one tensor in the checkpoint: query, key, value rows

@@ -15,7 +15,6 @@ from typing import Any
 from octavo.server.answer import Call
 from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.generation import Choice, Job
-from octavo.server.logprobs import chat_logprobs
 from octavo.server.reading import Plan
 from octavo.server.schema import ChatRequest
 from octavo.text.assembler import Delta
@@ -93,17 +92,19 @@ class ReadChunks:
 
     def __init__(self, call: Call, body: ChatRequest, job: Job, plan: Plan) -> None:
         self._frame = Frame(call, body, job, "chat.completion.chunk")
-        self._job = job
         self._plan = plan
         self._readers = [plan.reader() for _ in range(job.num_choices)]
         self._role = encode(call.serving.settings.response_role)
         self._logprobs = bool(body.logprobs)
-        self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._ids = bool(body.return_token_ids)
+        self._writer = call.serving.chat_logprobs[bool(body.return_tokens_as_token_ids)]
+        self._prompt_ids = job.prompts[0].ids if body.return_token_ids else None
+        self._detailed = self._logprobs or bool(body.return_token_ids)
 
     def write(self, index: int, delta: Delta) -> bytes:
-        """Events of a delta, the role first."""
-        written = [self._open(index)] if self._frame.opens(index, delta) else []
+        """Events of a delta; before the first, the roles of all choices in their order."""
+        frame = self._frame
+        written = [] if frame.has_roles else [frame.roles(self._role, self._prompt_ids)]
+        frame.count(index, delta)
         reader = self._readers[index]
         events = reader.feed(delta.text)
         if self._plan.reasoning is not None:
@@ -111,7 +112,7 @@ class ReadChunks:
         if delta.finish_reason is not None:
             events += reader.finish()
         bodies = [body for event in events if (body := self._delta(event))]
-        detailed = (self._logprobs or self._ids) and bool(delta.token_ids)
+        detailed = self._detailed and bool(delta.token_ids)
         if not bodies and (detailed or delta.finish_reason is not None):
             bodies.append(b"")
         for place, body in enumerate(bodies, 1):
@@ -128,18 +129,11 @@ class ReadChunks:
         """The last chunk, without choices."""
         return self._frame.usage()
 
-    def _open(self, index: int) -> bytes:
-        parts = [b',"delta":{"role":', self._role, b',"content":""}', UNFINISHED]
-        if self._ids and index == 0:
-            parts += (b',"prompt_token_ids":', encode(self._job.prompts[0].ids))
-        return self._frame.event(index, parts)
-
     def _details(self, delta: Delta) -> list[bytes]:
         if not self._logprobs:
             return []
         entries = delta.logprobs
-        shown = chat_logprobs(entries, as_ids=self._as_ids) if entries else None
-        return [b',"logprobs":', encode(shown)]
+        return [b',"logprobs":', self._writer.write(entries) if entries else b"null"]
 
     def _delta(self, event: Event) -> bytes:
         """The inside of the `delta` of an event; empty if it is not shown."""

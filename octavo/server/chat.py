@@ -15,7 +15,7 @@ from octavo.errors import InvalidRequest
 from octavo.sampling_params import SamplingParams
 from octavo.server.answer import Call, begin, finish, head, read_request
 from octavo.server.calls import Message, ReadChunks, read_message
-from octavo.server.chunks import UNFINISHED, Frame, encode
+from octavo.server.chunks import Frame, encode
 from octavo.server.context import Serving, serving_of
 from octavo.server.errors import json_response, named_as_sent
 from octavo.server.forms import form_names
@@ -57,7 +57,7 @@ async def prepare(call: Call, body: ChatRequest, names: Mapping[str, str]) -> tu
     `names` are our names of settings, and what the caller calls them.
     """
     serving = call.serving
-    template = chosen_template(serving, body.chat_template)
+    template = await chosen_template(serving, body.chat_template)
     reading = plan(serving, wishes(body), template)
     with named_as_sent(names):
         params = chat_params(serving, body)
@@ -157,20 +157,21 @@ def _choice_body(body: ChatRequest, index: int, choice: Choice, message: Message
 
 
 class ChatChunks:
-    """Events of a streamed chat answer; the role is the first event of its choice."""
+    """Events of a streamed chat answer; the roles of all choices come first."""
 
     def __init__(self, call: Call, body: ChatRequest, job: Job) -> None:
         self._frame = Frame(call, body, job, "chat.completion.chunk")
-        self._job = job
         self._role = encode(call.serving.settings.response_role)
         self._logprobs = bool(body.logprobs)
-        self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._ids = bool(body.return_token_ids)
-        self._detailed = self._logprobs or self._ids
+        self._writer = call.serving.chat_logprobs[bool(body.return_tokens_as_token_ids)]
+        self._prompt_ids = job.prompts[0].ids if body.return_token_ids else None
+        self._detailed = self._logprobs or bool(body.return_token_ids)
 
     def write(self, index: int, delta: Delta) -> bytes:
-        """Events of a delta, the role first."""
-        opening = self._open(index) if self._frame.opens(index, delta) else b""
+        """Events of a delta; before the first, the roles of all choices in their order."""
+        frame = self._frame
+        opening = b"" if frame.has_roles else frame.roles(self._role, self._prompt_ids)
+        frame.count(index, delta)
         if not (delta.text or delta.finish_reason or (self._detailed and delta.token_ids)):
             return opening
         parts = [b',"delta":{']
@@ -178,21 +179,11 @@ class ChatChunks:
             parts += (b'"content":', encode(delta.text))
         parts.append(b"}")
         if self._logprobs:
-            parts += (b',"logprobs":', encode(self._logprobs_body(delta)))
-        parts += self._frame.tail(delta)
-        return opening + self._frame.event(index, parts)
+            entries = delta.logprobs
+            parts += (b',"logprobs":', self._writer.write(entries) if entries else b"null")
+        parts += frame.tail(delta)
+        return opening + frame.event(index, parts)
 
     def usage(self) -> bytes:
         """The last chunk, without choices."""
         return self._frame.usage()
-
-    def _open(self, index: int) -> bytes:
-        parts = [b',"delta":{"role":', self._role, b',"content":""}', UNFINISHED]
-        if self._ids and index == 0:
-            parts += (b',"prompt_token_ids":', encode(self._job.prompts[0].ids))
-        return self._frame.event(index, parts)
-
-    def _logprobs_body(self, delta: Delta) -> dict[str, Any] | None:
-        if not delta.logprobs:
-            return None
-        return chat_logprobs(delta.logprobs, as_ids=self._as_ids)

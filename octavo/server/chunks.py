@@ -26,6 +26,7 @@ class Frame:
     def __init__(self, call: Call, body: Generation, job: Job, kind: str) -> None:
         self._head = head(call, kind)
         self._prefix = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
+        self.has_roles = False
         self._unopened = set(range(job.num_choices))
         self._counter = Counter(job)
         options = body.stream_options
@@ -36,6 +37,23 @@ class Frame:
         told = options is not None and bool(options.include_timeline)
         self._timeline = call.timeline if told else None
         self._timelines = call.serving.timelines
+
+    def roles(self, role: bytes, prompt_ids: list[int] | None) -> bytes:
+        """The first events of all choices, in their order, before anything else.
+
+        Clients that fold a stream make room for choices as they come, and look for choice 0 first.
+        """
+        self.has_roles = True
+        parts = [b',"delta":{"role":', role, b',"content":""}', UNFINISHED]
+        more = [] if prompt_ids is None else [b',"prompt_token_ids":', encode(prompt_ids)]
+        return b"".join(
+            self.event(index, parts if index else [*parts, *more])
+            for index in sorted(self._unopened)
+        )
+
+    def count(self, index: int, delta: Delta) -> None:
+        """Counts a delta."""
+        self._counter.count(index, delta)
 
     def opens(self, index: int, delta: Delta) -> bool:
         """Counts a delta; True if it is the first of its choice."""

@@ -6,10 +6,10 @@ Not for: routes (`app.py`) or bodies (`decode.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from octavo import __version__
@@ -19,9 +19,11 @@ from octavo.server.decode import shorten
 from octavo.server.engine import Engine
 from octavo.server.errors import UnavailableError
 from octavo.server.kept import Streams
+from octavo.server.logprobs import ChatLogprobs
 from octavo.server.settings import ServerSettings
 
 MAX_PRIORITY = 2**31
+MAX_TIMEOUT = 1e9  # seconds
 
 
 class Everybody(Protocol):
@@ -44,8 +46,10 @@ class Serving:
     index: int = 0  # of this process, from 1, if there are several
     started: int = field(default_factory=lambda: int(time.time()))
     streams: Streams = field(init=False)
+    chat_logprobs: dict[bool, ChatLogprobs] = field(init=False)  # by `as_ids`
 
     def __post_init__(self) -> None:
+        self.chat_logprobs = {as_ids: ChatLogprobs(as_ids=as_ids) for as_ids in (False, True)}
         self.streams = Streams(self.settings.keep, self.engine.metrics.streams)
 
     @property
@@ -83,9 +87,14 @@ def serving_of(request: Request) -> Serving:
     return serving
 
 
-def request_id_of(headers: Mapping[str, str], limit: int) -> str | None:
+def request_id_of(headers: Headers, limit: int) -> str | None:
     """The caller's `X-Request-Id`, if it sent one. Raises InvalidRequest if it cannot be echoed."""
-    value = headers.get("x-request-id")
+    values = headers.getlist("x-request-id")
+    if len(set(values)) > 1:
+        raise InvalidRequest(
+            f"X-Request-Id is there {len(values)} times; send one.", "X-Request-Id"
+        )
+    value = values[0] if values else None
     if value is None or value == "":
         return None
     return checked_id(value, "X-Request-Id", limit)
@@ -101,15 +110,15 @@ def checked_id(value: str, name: str, limit: int) -> str:
 
 
 def deadline_of(
-    headers: Mapping[str, str], timeout: float | None, arrival: float, *, default: float = 0.0
+    headers: Headers, timeout: float | None, arrival: float, *, default: float = 0.0
 ) -> float:
     """The moment by which the answer must be complete, 0 for none.
 
     The header `X-Request-Deadline-Ms` (milliseconds) and the field `timeout` (seconds) both count
-    from arrival; the earlier one holds. `default` seconds hold for a request that names neither.
+    from arrival; the earliest one holds. `default` seconds hold for a request that names neither.
     """
     limits: list[float] = []
-    if (text := headers.get("x-request-deadline-ms")) is not None:
+    for text in headers.getlist("x-request-deadline-ms"):
         if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) > 0):
             raise InvalidRequest(
                 f"X-Request-Deadline-Ms = {shorten(text)} is not a positive whole number.",
@@ -117,8 +126,11 @@ def deadline_of(
             )
         limits.append(int(text) / 1000)
     if timeout is not None:
-        if not 0 < timeout <= 1e9:
-            raise InvalidRequest(f"timeout = {timeout} must be above 0 seconds.", "timeout")
+        if not 0 < timeout <= MAX_TIMEOUT:
+            raise InvalidRequest(
+                f"timeout = {timeout:g} must be above 0 and at most {MAX_TIMEOUT:g} seconds.",
+                "timeout",
+            )
         limits.append(timeout)
     if not limits and default:
         limits.append(default)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -24,6 +24,8 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 # `"name": number`, to say which field holds a number that is none. Only for error texts.
 _NUMBER = re.compile(rb'"([^"\\]{1,64})"\s*:\s*(-?(?:NaN|Infinity|[0-9][0-9.eE+-]*))')
+# The first half of a surrogate pair at the end of a text, which the library takes for a cut body.
+_HALF = re.compile(rb'(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}"')
 _SEARCHED = 2**20  # bytes of a refused body that are searched for the culprit
 _PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
 _BACKSLASH = ord("\\")
@@ -48,6 +50,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except msgspec.MsgspecError as error:  # not JSON, or a number out of range
+        if "truncated" in str(error) and (half := _HALF.search(body)):
+            raise InvalidRequest(
+                "The request body cannot be read: JSON is malformed: half a surrogate pair (byte "
+                f"{half.start()})."
+            ) from None
         name = _culprit(body)
         where = f" The value of {name} is not a number that can be used." if name else ""
         raise InvalidRequest(f"The request body cannot be read: {error}.{where}", name) from None
@@ -127,9 +134,18 @@ def _choices(kind: type[msgspec.Struct], path: str) -> str:
     """What a field that takes one of a few texts may be."""
     for known in msgspec.structs.fields(kind):
         if known.name == path:
-            words = [w for part in get_args(known.type) for w in get_args(part)]
-            return f"; use one of {', '.join(map(str, words))}" if words else ""
+            words = list(_literals(known.type))
+            return f"; use one of {', '.join(words)}" if words else ""
     return ""
+
+
+def _literals(kind: Any) -> Iterator[str]:
+    """The texts that a type allows by name."""
+    for part in get_args(kind):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _literals(part)
 
 
 def check_names(

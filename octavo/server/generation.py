@@ -8,6 +8,7 @@ exception here, so that it can never look like a short answer. Not for: JSON.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +55,7 @@ _PASSED = (
     "allowed_token_ids",
     "bad_words",
 )
+LATE = "The request's deadline passed before it was answered."
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -217,6 +219,7 @@ class Following:
     def __init__(self, engine: Engine, job: Job, receiver: Receiver) -> None:
         """Submits all prompts. Raises what the engine raises, Overloaded for a full queue."""
         self._silent = job.silent
+        self._deadline = job.deadline
         self._receiver = receiver
         self._left = job.num_choices
         self._open = True
@@ -236,6 +239,9 @@ class Following:
         if not self._open:
             return
         ended = delta.finish_reason is not None
+        if ended and self._deadline and time.monotonic() > self._deadline:
+            self.end(DeadlineExceeded(LATE))  # it came within a step that began in time
+            return
         if ended and delta.finish_reason in ("timeout", "error", "abort"):
             self.end(_failure(delta))
             return
@@ -300,7 +306,7 @@ def _silence(delta: Delta) -> None:
 
 def _failure(delta: Delta) -> Exception:
     if delta.finish_reason == "timeout":
-        return DeadlineExceeded("The request's deadline passed before it was answered.")
+        return DeadlineExceeded(LATE)
     if delta.finish_reason == "abort":
         return Draining("The answer was cut off because the server is shutting down.")
     if delta.error in (NO_TOKEN, GRAMMAR_FAILED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,8 +14,18 @@ from octavo.server.prompts import chat_prompt, checked_ids, chosen_template
 from octavo.server.reading import Wishes, plan
 from octavo.server.schema import DetokenizeRequest, TokenizeRequest
 
-MAX_IDS = 2**20  # of one /detokenize, or shown as texts by one /tokenize
+# Bounds of one request: more would hold up others while JSON of it is read or written. What fits
+# the context is never too much.
+MAX_IDS = 2**18
+MAX_CHARACTERS = 8  # of a text to /tokenize, for each id
 THREAD_FROM = 8192  # ids
+CHAT_ONLY = (  # fields of /tokenize that say nothing of a plain text
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
 
 
 async def list_models(request: Request) -> Response:
@@ -35,25 +46,33 @@ async def show_model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """A text, of any length, or a conversation, which must fit the context, to token ids."""
+    """A text of up to 262,144 tokens, or a conversation that fits the context, to token ids."""
     serving = serving_of(request)
     serving.require_ready()
     body, _ = await read_record(request, serving.settings, TokenizeRequest, {})
     serving.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either prompt or messages.", "prompt")
-    tokenizer = serving.engine.tokenizer
+    tokenizer, most = serving.engine.tokenizer, _most_ids(serving)
     if body.prompt is not None:
+        for name, value in msgspec.structs.asdict(body).items():
+            if name in CHAT_ONLY and value is not None:
+                raise InvalidRequest(f"{name} goes with messages, not with prompt.", name)
+        if len(body.prompt) > MAX_CHARACTERS * most:
+            raise InvalidRequest(
+                f"prompt has {len(body.prompt)} characters; send at most {MAX_CHARACTERS * most} "
+                "at a time.",
+                "prompt",
+            )
         special = body.add_special_tokens is not False
         ids = await tokenizer.encode_packed(body.prompt, special)
     else:
-        template = chosen_template(serving, body.chat_template)
+        template = await chosen_template(serving, body.chat_template)
         shown = plan(serving, Wishes(tools=body.tools, tool_choice="none"), template)
         ids = (await chat_prompt(serving, body, template, shown)).ids
-    if body.return_token_strs and len(ids) > MAX_IDS:
+    if len(ids) > most:
         raise InvalidRequest(
-            f"return_token_strs: the text has {len(ids)} tokens; at most {MAX_IDS} are shown.",
-            "return_token_strs",
+            f"prompt has {len(ids)} tokens; send at most {most} at a time.", "prompt"
         )
     answer: dict[str, object] = {
         "count": len(ids),
@@ -70,15 +89,15 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """Token ids to text, special tokens included."""
+    """Up to 262,144 token ids to text, special tokens included."""
     serving = serving_of(request)
     serving.require_ready()
     body, _ = await read_record(request, serving.settings, DetokenizeRequest, {})
     serving.model_name(body.model)
     engine = serving.engine
-    if len(body.tokens) > MAX_IDS:
+    if len(body.tokens) > (most := _most_ids(serving)):
         raise InvalidRequest(
-            f"tokens has {len(body.tokens)} ids; send at most {MAX_IDS} at a time.", "tokens"
+            f"tokens has {len(body.tokens)} ids; send at most {most} at a time.", "tokens"
         )
 
     def work() -> Response:
@@ -86,6 +105,10 @@ async def detokenize(request: Request) -> Response:
         return json_response({"prompt": engine.tokenizer.decode(ids, skip_special_tokens=False)})
 
     return await unhurried(work, large=len(body.tokens) >= THREAD_FROM)
+
+
+def _most_ids(serving: Serving) -> int:
+    return max(MAX_IDS, serving.engine.limits.max_model_len)
 
 
 def _card(serving: Serving, name: str) -> dict[str, object]:

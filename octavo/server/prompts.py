@@ -6,6 +6,7 @@ in a thread. Not for: sampling (`generation.py`).
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from octavo.text.tools.fallback import describe_tools
 
 THREAD_FROM = 32 * 1024  # characters of messages that are checked and rendered in a thread
 ANSWER_ROOM = 1024  # tokens that truncation leaves for an answer of no stated length, at most
+MAX_TEMPLATE = 2**15  # characters of one that comes with a request
 PART_SIZE = 64  # what a message or a part of one counts as, in characters
 
 
@@ -45,7 +47,8 @@ async def completion_prompts(serving: Serving, request: CompletionRequest) -> li
             if request.truncate_prompt_tokens is None:
                 _refuse_hopeless(serving, serving.engine.tokenizer.at_least(part), "prompt")
             ids = await serving.engine.tokenizer.encode_async(part, special)
-            prompts.append(Prompt(truncate(serving, ids, request, request.max_tokens), part))
+            left = truncate(serving, ids, request, request.max_tokens)
+            prompts.append(Prompt(left, part if len(left) == len(ids) else None))
         else:
             limit = serving.engine.limits
             if request.truncate_prompt_tokens is None and len(part) > limit.max_model_len:
@@ -136,7 +139,7 @@ async def chat_prompt(
         opens=opens,
         continues=continues,
     )
-    return await unhurried(render, large=large)
+    return await unhurried(render, large=large or request.chat_template is not None)
 
 
 def _size(messages: list[dict[str, Any]]) -> int:
@@ -155,7 +158,7 @@ def _size(messages: list[dict[str, Any]]) -> int:
     return size
 
 
-def chosen_template(serving: Serving, wanted: str | None) -> ChatTemplate:
+async def chosen_template(serving: Serving, wanted: str | None) -> ChatTemplate:
     """The model's template, or the caller's where the operator trusts callers."""
     if wanted is not None:
         if not serving.settings.trust_request_chat_template:
@@ -164,8 +167,14 @@ def chosen_template(serving: Serving, wanted: str | None) -> ChatTemplate:
                 "--trust-request-chat-template.",
                 "chat_template",
             )
+        if len(wanted) > MAX_TEMPLATE:
+            raise InvalidRequest(
+                f"chat_template has {len(wanted)} characters; send at most {MAX_TEMPLATE}.",
+                "chat_template",
+            )
+        make = partial(ChatTemplate, wanted, serving.engine.tokenizer, name="of this request")
         try:
-            return ChatTemplate(wanted, serving.engine.tokenizer, name="of this request")
+            return await asyncio.to_thread(make)
         except ConfigError as error:
             raise InvalidRequest(error.message, "chat_template") from None
     template = serving.engine.chat_template

@@ -1,9 +1,11 @@
 """The HTTP/1.1 protocol with limits: uvicorn's, which has none of its own for these things.
 
 Request line over the limit: 414. Headers over the limit in bytes or number: 431. A head that is
-not complete in time, or a body that stops coming: 408. Each closes the connection. Also lends
-each request a way to drop its connection with all that is still buffered, for readers that do not
-read. Not for: bodies' size (`body.py`).
+not complete in time, or a body that stops coming: 408. Not exactly one Host, or what the parser
+cannot read: 400. Each closes the connection. An upgrade that is offered (h2c, which some clients
+always offer) is not taken, and the request answered as if it were not there (RFC 9110 7.8). Also
+lends each request a way to drop its connection with all that is still buffered, for readers that
+do not read. Not for: bodies' size (`body.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import (
@@ -29,7 +32,9 @@ _TEXTS = {
     408: "The request was not sent in time.",
     414: "The request line is longer than the limit.",
     431: "The headers are more or longer than the limit.",
+    505: "The request is not HTTP/1.1 or HTTP/1.0.",
 }
+_BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class _Refused(Exception):
@@ -75,6 +80,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # received while the head was not complete
         self._header_bytes = 0
         self._status = 400  # of a refusal
+        self._reason = ""
+        self._replaying = False  # a head is parsed a second time
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -86,7 +93,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(self._status, self._reason or _reason_of(error))
+            return
         if self.transport.is_closing():
             return
         if not self._in_head:
@@ -98,18 +113,35 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_bytes > self._limits.max_target_bytes + self._limits.max_header_bytes:
             self._refuse(431 if self.headers else 414)
 
+    def _decline(self, rest: bytes) -> None:
+        """Goes on with a request that offered an upgrade; the parser has stopped after its head."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS]
+        self._replaying = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(lines) + b"\r\n")
+        self._replaying = False
+        if rest:
+            self.data_received(rest)
+
     def on_message_begin(self) -> None:
+        if self._replaying:
+            return
         super().on_message_begin()
         self.scope["state"][ABORT_KEY] = self.transport.abort
         self._in_head, self._head_bytes, self._header_bytes = True, 0, 0
         self._wait(self._limits.head_timeout)
 
     def on_url(self, url: bytes) -> None:
+        if self._replaying:
+            return
         super().on_url(url)
         if len(self.url) > self._limits.max_target_bytes:
             self._stop_parser(414)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._replaying:
+            return
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
         too_many = len(self.headers) > self._limits.max_headers
@@ -117,6 +149,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_parser(431)
 
     def on_headers_complete(self) -> None:
+        if self._replaying:
+            return
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            self._stop_parser(505)
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            self._stop_parser(400, f"The request has {hosts} Host headers; send one.")
         self._in_head = False
         self._wait(self._limits.idle_timeout)
         super().on_headers_complete()
@@ -125,24 +165,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self.scope["state"][PIECES_KEY] = Pieces(cycle)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the parser has not looked for a body; see `_decline`
         self._stop_waiting()
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._status)
-
-    def _stop_parser(self, status: int) -> None:
-        self._status = status
+    def _stop_parser(self, status: int, reason: str = "") -> None:
+        self._status, self._reason = status, reason
         raise _Refused
 
-    def _refuse(self, status: int) -> None:
+    def _refuse(self, status: int, reason: str = "") -> None:
         """Answer in the API's own form, if it is this request's turn, and close."""
         cycle = self.cycle  # of the request before, while a head is read
         if cycle is None or (
             cycle.response_complete if self._in_head else not cycle.response_started
         ):
             kind = "BadRequestError"
-            body = msgspec.json.encode(error_body(_TEXTS[status], kind=kind, status=status))
+            told = error_body(reason or _TEXTS[status], kind=kind, status=status)
+            body = msgspec.json.encode(told)
             self.transport.write(
                 STATUS_LINE[status]
                 + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
@@ -166,3 +206,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._wait(self._limits.idle_timeout)
         else:
             self._refuse(408)
+
+
+def _reason_of(error: Exception) -> str:
+    """What the parser did not like; empty if it was a refusal of ours."""
+    if isinstance(error.__context__, _Refused):
+        return ""
+    said = str(error).strip().rstrip(".")[:200]
+    return f"The request is no valid HTTP: {said}." if said else ""

@@ -66,7 +66,9 @@ async def until_gone(request: Request, task: asyncio.Future[T], deadline: float)
     """
     if not await _settled(request, task, _patience(deadline)):
         await _cancel(task)
-        raise DeadlineExceeded("The request's deadline passed and the engine does not answer.")
+        raise DeadlineExceeded(
+            "The request's deadline passed and the engine is still busy with another step."
+        )
     return task.result()
 
 
@@ -91,7 +93,14 @@ async def _settled(request: Request, task: asyncio.Future[Any], patience: float 
         await _cancel(task)
         raise
     finally:
-        await _cancel(watch)
+        watch.cancel()  # and not waited for: the answer would wait as well
+        watch.add_done_callback(_forget)
+
+
+def _forget(task: asyncio.Future[None]) -> None:
+    """What a watch ended with that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
@@ -199,12 +208,17 @@ class EventStream(Response):
         state = scope.get("state", {})
         pieces: Pieces | None = state.get(PIECES_KEY)
         write = None if pieces is None else pieces.write
-        tasks = [
-            asyncio.ensure_future(self._send_all(send, write)),
-            asyncio.ensure_future(gone(receive)),
-            asyncio.ensure_future(self._stuck()),
-        ]
+        tasks: list[asyncio.Future[None]] = []
         try:
+            # What is there is sent before there are tasks, which would not begin at once.
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if data := self._outlet.take():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            tasks += [
+                asyncio.ensure_future(self._send_all(send, write)),
+                asyncio.ensure_future(gone(receive)),
+                asyncio.ensure_future(self._stuck()),
+            ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0] in done:
                 tasks[0].result()
@@ -221,7 +235,6 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         loop, outlet = asyncio.get_running_loop(), self._outlet
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         while True:
             data = outlet.take()
             if not data:

@@ -2,13 +2,15 @@
 
 Jinja's sandbox keeps templates away from everything that is not text, list or mapping. Here the
 costs are limited too, for a template may come from a caller: loop steps and processor time of one
-rendering, the texts that it makes, one by one and together, and what a single operation may blow
-up (products, paddings, replacements). Not for: messages or prompts. Next file: `chat.py`.
+rendering, the texts that it makes, one by one and together, what a single operation may blow up
+(products, paddings, replacements), and what is given to filters that take their time. Not for:
+messages or prompts. Next file: `chat.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import time
@@ -34,11 +36,25 @@ MAX_TEXT = 2**25  # characters of one text that an operation makes
 MAX_TEXTS = 2**27  # characters of all of them in one rendering
 MAX_BITS = 2**16  # of a whole number
 MAX_INDENT = 32  # of JSON
+LONG = 256  # characters of a text after which the time is looked at
 
 BUDGET = "octavo_budget"  # the variable that holds the rendering's `Budget`
 _LOOP, _TEXT = "octavo_loop", "octavo_text"  # filters put in by `_guard_tree`
 _WIDE = re.compile(r"\d{7,}|\*")  # a width in a format that no prompt has
 _MAKE_BYTES = ("encode", "to_bytes")  # which no prompt needs and no limit here measures
+# Filters that take next to no time for each character or item; the others get no large values.
+_QUICK_FILTERS = frozenset(
+    {
+        *("abs", "attr", "capitalize", "count", "d", "default", "e", "escape", "first", "float"),
+        *("indent", "int", "items", "join", "last", "length", "list", "lower", "map", "reject"),
+        *("rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "string"),
+        *("tojson", "trim", "upper", _LOOP, _TEXT),
+    }
+)
+_LAZY_FILTERS = ("map", "select", "reject", "selectattr", "rejectattr")  # loops of their own
+_SLOW_FILTERS = frozenset({"wordwrap", "urlize"})  # and these take more for each the more there are
+MAX_OPERAND = 2**16  # characters or items
+MAX_SLOW_OPERAND = 2**13
 _SIZED_FILTERS = ("center", "indent", "truncate", "wordwrap", "batch", "slice", "round")
 
 
@@ -61,13 +77,19 @@ class Budget:
         self._steps += 1
         if self._steps > MAX_LOOP_STEPS:
             raise RefusedError(f"The chat template took more than {MAX_LOOP_STEPS} steps.")
-        if self._steps % 256 == 0 and time.thread_time() > self._deadline:
+        if self._steps % 256 == 0:
+            self._check_time()
+
+    def _check_time(self) -> None:
+        if time.thread_time() > self._deadline:
             raise RefusedError(f"The chat template took more than {self._seconds:g} seconds.")
 
     def spend_text(self, made: Any) -> None:
         """A text or list that an operation has made."""
         if isinstance(made, (str, list, tuple)):
             self._characters += len(made)
+            if len(made) > LONG:
+                self._check_time()
             if len(made) > MAX_TEXT or self._characters > MAX_TEXTS:
                 raise RefusedError(f"The chat template made texts of over {MAX_TEXT} characters.")
 
@@ -94,6 +116,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["replace"] = _replace
         self.filters["join"] = _join
         self.filters["format"] = _format
+        for name in _LAZY_FILTERS:
+            self.filters[name] = _metered(self.filters[name])
+        for name in self.filters.keys() - _QUICK_FILTERS:
+            limit = MAX_SLOW_OPERAND if name in _SLOW_FILTERS else MAX_OPERAND
+            self.filters[name] = _light(self.filters[name], name, limit)
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         del self.globals["lipsum"]
@@ -232,6 +259,36 @@ def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def _light(function: Callable[..., Any], name: str, limit: int) -> Callable[..., Any]:
+    """A filter that is given nothing larger than `limit` characters or items."""
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, (str, list, tuple, dict)):
+            if len(value) > limit:
+                raise jinja2.exceptions.SecurityError(
+                    f"{name} is given {len(value)} characters or items; at most {limit} will do"
+                )
+        elif isinstance(value, Iterator):
+            return fit(list(itertools.islice(value, limit + 1)))
+        return value
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(fit, args), **{key: fit(value) for key, value in kwargs.items()})
+
+    return checked
+
+
+def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that yields items, each a step of a loop."""
+
+    @functools.wraps(function)
+    def metered(context: jinja2.runtime.Context, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(_limited(context, function(context, *args, **kwargs)))
+
+    return metered
 
 
 def _replace(text: str, old: str, new: str, count: int | None = None) -> str:

@@ -54,6 +54,9 @@ def read_tensor(
         middle = entry.shape[1:-1] if len(entry.shape) > 1 else ()
         shape = (max(0, last - first), *middle, max(0, right - left))
         return torch.empty(shape[: max(1, len(entry.shape))], dtype=dtype or _native(entry))
+    if entry.plus:
+        stored = _read_box(entry, torch.float32, box)
+        return (stored + entry.plus).to(dtype or _native(entry))
     if entry.interleaved_heads:
         return _read_interleaved(entry, dtype, box)
     return _read_box(entry, dtype, box)

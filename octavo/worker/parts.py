@@ -34,18 +34,27 @@ class Parts:
     note: str  # why there are no graphs, or how many can be
 
     def rehearse(self) -> None:
-        """Does once what the decode steps do that `capture` captures."""
+        """Does once what the steps do that `capture` captures."""
         if self.graphs is not None:
-            self.graphs.rehearse(ladder(self.limits.max_rows))
+            self.graphs.rehearse(*self._sizes())
+
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """Rows of decode steps, and tokens of others."""
+        limits = self.limits
+        # An idle row of a whole step's tokens must have a place in the block table.
+        longest = min(limits.max_tokens, limits.max_length)
+        return ladder(limits.max_rows), token_ladder(longest)
+
+    def many(self) -> list[int]:
+        """Rows of the products of all steps that are captured, whatever the steps are."""
+        rows, tokens = self._sizes()
+        return sorted({*rows, *tokens})
 
     def capture(self) -> str:
         """Captures graphs of steps within the limits; a line that says so."""
-        limits = self.limits
         if self.graphs is None:
             return self.note
-        rows = ladder(limits.max_rows)
-        # An idle row of a whole step's tokens must have a place in the block table.
-        tokens = token_ladder(min(limits.max_tokens, limits.max_length))
+        rows, tokens = self._sizes()
         count = self.graphs.capture(rows, tokens)
         more = f", and with prompts of up to {tokens[-1]} tokens" if tokens else ""
         return f"graphs: {count}, of decode steps of up to {rows[-1]} rows{more}"

@@ -39,7 +39,7 @@ class Scorer:
         self._device.start()
         checkpoint, spec = open_model(config)
         self.choices: Choices = choose(config, spec, self._device, scheme_of(config, checkpoint))
-        self.decoder: Decoder = build(config, self.choices, self._device, checkpoint)
+        self.decoder: Decoder = build(config, self.choices, self._device.name, checkpoint)
         fill(self.decoder, checkpoint, config, self._device, _quiet)
         note = scale_cache(self.decoder, checkpoint, self.choices)
         self._model: Model = finish(self.decoder, self.choices.ops)[0]

@@ -35,6 +35,7 @@ from octavo.worker.buffers import StepRows, StepSize
 from octavo.worker.slots import Ints
 
 TURNS = 2
+KEPT_TOKENS = 1024  # of batches whose views are kept: graphs have few sizes, and none is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class StagedInputs:
             position=longs(rows),
             out=ints(3, rows),
         )
-        self._templates: dict[tuple[int, int, int], ForwardBatch] = {}
+        self._templates: dict[tuple[int, int], ForwardBatch] = {}
 
     def fill(self, plan: StepPlan, rows: StepRows, size: StepSize) -> tuple[Tensor, ForwardBatch]:
         """See `Inputs`. Gives the device a copy and one or two kernels to do."""
@@ -122,7 +123,7 @@ class StagedInputs:
         self._pack(staging.array, plan, rows, layout)
         step, words = self.tensors, layout.words
         self._device.copy(step.packed[:words], staging.tensor[:words])
-        staging.event = self._device.mark()
+        staging.event = self._device.mark(staging.event)
         if layout.changes or layout.admits:
             self._ops.update(step, self.slots, layout)
         max_kv = int(rows.ends.max())
@@ -171,9 +172,10 @@ class StagedInputs:
         step.settings[:, : size.rows] = 0
         step.sample_slots[: size.rows] = self._limits.num_slots
         step.sample_rows[: size.rows] = 0
-        batch = self._view(size, 0 if decode else size.rows)
+        batch = self._view(size)
         if not decode:
-            batch = replace(batch, num_decodes=0, max_q=size.tokens)
+            sampled = step.sample_rows[: size.rows]
+            batch = replace(batch, num_decodes=0, max_q=size.tokens, sample_rows=sampled)
         return step.ids[: size.tokens], batch
 
     def _next_staging(self) -> Staging:
@@ -218,7 +220,7 @@ class StagedInputs:
     def _batch(
         self, rows: StepRows, layout: Layout, size: StepSize, *, max_kv: int, lens: Ints
     ) -> tuple[Tensor, ForwardBatch]:
-        view = self._view(size, layout.sampled)
+        view = self._view(size)
         decodes = size.rows if rows.longest == 1 else int(np.argmax(rows.lengths != 1))
         batch = ForwardBatch(
             num_rows=size.rows,
@@ -229,7 +231,7 @@ class StagedInputs:
             q_indptr=view.q_indptr,
             kv_lens=view.kv_lens,
             block_table=view.block_table,
-            sample_rows=view.sample_rows,
+            sample_rows=self.tensors.sample_rows[: layout.sampled],
             max_q=rows.longest,
             max_kv=max_kv,
             kv=self._kv,
@@ -237,10 +239,10 @@ class StagedInputs:
         )
         return self.tensors.ids[: size.tokens], batch
 
-    def _view(self, size: StepSize, sampled: int) -> ForwardBatch:
-        """Views of the tensors; those of decode steps are kept, as making them takes a while."""
+    def _view(self, size: StepSize) -> ForwardBatch:
+        """Views of the tensors; those of small steps are kept, as making them takes a while."""
         tokens = size.tokens
-        known = self._templates.get((size.rows, tokens, sampled))
+        known = self._templates.get((size.rows, tokens))
         if known is not None:
             return known
         step = self.tensors
@@ -253,13 +255,13 @@ class StagedInputs:
             q_indptr=step.q_indptr[: size.rows + 1],
             kv_lens=step.kv_lens[: size.rows],
             block_table=step.block_table[: size.rows],
-            sample_rows=step.sample_rows[:sampled],
+            sample_rows=step.sample_rows[:0],
             max_q=1,
             max_kv=self._limits.max_blocks * self._kv.block_size,
             kv=self._kv,
         )
-        if size.rows == tokens:
-            self._templates[tokens, tokens, sampled] = view
+        if tokens <= KEPT_TOKENS and len(self._templates) < KEPT_TOKENS:
+            self._templates[size.rows, tokens] = view
         return view
 
 

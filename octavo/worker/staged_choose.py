@@ -133,6 +133,7 @@ class StagedChooser:
         shape = inputs.tensors.out.shape
         self._staging = [device.staging(shape.numel()).view(shape) for _ in range(TURNS)]
         self._arrays: list[Ints] = [staging.numpy() for staging in self._staging]
+        self._events: list[Event | None] = [None] * TURNS
         self._turn = 0
         self._mask_staging: list[Staging | None] = [None, None]  # taken when first wanted
         self._mask_turn = 0
@@ -187,7 +188,9 @@ class StagedChooser:
         if len(self._open) == TURNS:
             self._open.popleft().result()  # its staging memory is the next to be written
         self._device.copy(self._staging[self._turn], self._inputs.tensors.out)
-        choice = StagedChoice(self._device.mark(), self._arrays[self._turn], count)
+        # Of the choice that had this turn before, which has been waited for.
+        event = self._events[self._turn] = self._device.mark(self._events[self._turn])
+        choice = StagedChoice(event, self._arrays[self._turn], count)
         self._turn = (self._turn + 1) % TURNS
         self._open.append(choice)
         return choice
@@ -259,6 +262,6 @@ class StagedChooser:
         staging.array[: words.size] = words.reshape(-1)
         on_device = torch.empty(words.size, dtype=torch.int32, device=logits.device)
         self._device.copy(on_device, staging.tensor[: words.size])
-        staging.event = self._device.mark()
+        staging.event = self._device.mark(staging.event)
         apply_masks(logits, masked, on_device.view(words.shape))
         return {masked[index]: reason for index, reason in failed.items()}

@@ -5,9 +5,10 @@ Not for: deciding what runs (`engine/`) or in which process (`executor/`). Next 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 
 from octavo.config import Place, WorkerConfig
@@ -39,13 +40,14 @@ from octavo.worker.assemble import (
     scheme_of,
     shortened,
 )
-from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
+from octavo.worker.forecast import against, cache_request, expect
+from octavo.worker.memory import CachePlan, CacheRequest, Room, plan_cache
 from octavo.worker.parts import Parts, make_parts
 from octavo.worker.runner import Model, Runner, StepHandle
 
 Report = Callable[[str], None]
 WARM_UP_TOKENS = 4
-GRAPH_BYTES = 2**29  # of the memory that captured graphs share
+LONG_PROMPT = 2048  # tokens, from which kernels for long prompts serve, if there are any
 
 
 class Worker:
@@ -91,8 +93,9 @@ class Worker:
             size, threads = choices.spec.vocab_size, min(8, device.threads)
             self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
-            decoder = build(config, choices, device, checkpoint, mesh)
+            decoder = build(config, choices, device.name, checkpoint, mesh)
             check_room(decoder, device.free_memory())
+            expected = expect(config, choices, decoder, self._room(free_at_start))
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
             cache_note = scale_cache(decoder, checkpoint, choices)
@@ -103,7 +106,7 @@ class Worker:
         peak = 0
         if device.own_memory:
             with self._phase("profile"):
-                peak = self._peak_of_a_step(model, shortened(decoder), choices)
+                peak = self._peak_of_a_step(shortened(decoder), choices)
                 device.trim()
         with self._phase("cache"):
             cache = self._agree(self._cache_request(choices, free_at_start, peak))
@@ -117,8 +120,13 @@ class Worker:
             *filter(None, (cache_note,)),
             fuse_note,
             *cache.notes,
+            against(expected, loaded.param_bytes, peak, cache),
             *warm_up_notes,
         ]
+        if parts.graphs is not None and choices.ops.tune is not None:
+            folder = None if config.cache_dir is None else Path(config.cache_dir)
+            with self._phase("products"):
+                notes.append(choices.ops.tune(parts.many(), folder))
         if device.asynchronous:
             with self._phase("graphs"):
                 notes.append(parts.capture())
@@ -177,27 +185,17 @@ class Worker:
         self._report(f"load {done * 100 // max(1, total)}%")
 
     def _cache_request(self, choices: Choices, free_at_start: int, peak: int = 0) -> CacheRequest:
-        config, device = self._config, self._device
-        free = device.free_memory()
-        layout = choices.attention.layout(choices.need, 1)
-        if device.own_memory:
-            total = device.total_memory()
-            budget = int(config.memory_fraction * total) - (total - free) - peak - GRAPH_BYTES
-        else:
-            budget = int(config.memory_fraction * free_at_start) - max(0, free_at_start - free)
-        return CacheRequest(
-            block_size=choices.need.block_size,
-            bytes_per_block=layout.layer_bytes * self._num_layers(choices),
-            model_max_len=choices.spec.max_model_len,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            free_bytes=free,
-            total_bytes=device.total_memory(),
-            budget_bytes=budget,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            num_blocks=config.num_blocks,
-            own_memory=device.own_memory,
+        return cache_request(
+            self._config,
+            choices,
+            self._room(free_at_start),
+            num_layers=self._num_layers(choices),
+            peak=peak,
         )
+
+    def _room(self, free_at_start: int) -> Room:
+        device = self._device
+        return Room(device.total_memory(), free_at_start, device.free_memory(), device.own_memory)
 
     def _num_layers(self, choices: Choices) -> int:
         """Of this rank's stage."""
@@ -225,10 +223,11 @@ class Worker:
             grammars=self._grammars,
         )
 
-    def _peak_of_a_step(self, model: Model, short: Model, choices: Choices) -> int:
+    def _peak_of_a_step(self, short: Model, choices: Choices) -> int:
         """Bytes that the largest step takes for a while: one prompt beside as many answers as can.
 
-        It runs on a cache of one block, which all of its rows write to. `short` is for rehearsals.
+        It runs on a cache of one block, which all of its rows write to. `short` is the model with
+        one layer of each kind.
         """
         config = self._config
         longest = choices.spec.max_model_len
@@ -236,16 +235,16 @@ class Worker:
             longest = min(longest, config.max_model_len)
         rehearsed = self._make_parts(short, choices, 1, longest)
         rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
-        small = _plan_of(largest_step(rows, min(tokens, 2 * rows + 64), longest))
         largest = _plan_of(largest_step(rows, tokens, longest))
 
         def rehearsal() -> None:
-            rehearsed.runner.step(small)
+            for plan in rehearsals(rows, tokens, longest):
+                rehearsed.runner.step(plan)
             rehearsed.rehearse()
 
         self._device.rehearse(rehearsal)
-        runner = self._make_parts(model, choices, 1, longest).runner
-        return self._device.peak_of(lambda: _do(runner, largest))
+        # Layers run one after the other, so one of each kind takes at its highest what all do.
+        return self._device.peak_of(lambda: _do(rehearsed.runner, largest))
 
     def _warm_up(self, cache: CachePlan, block_size: int) -> tuple[str, ...]:
         """A short prompt, then one more token: what is made on first use is made now.
@@ -255,20 +254,7 @@ class Worker:
         length = min(WARM_UP_TOKENS, cache.max_model_len, self._config.max_num_batched_tokens)
         blocks = -(-min(length + 1, cache.max_model_len) // block_size)
         params = TokenParams(max_tokens=2, temperature=0.0)
-        prompt = StepPlan(
-            step=0,
-            epoch=0,
-            slots=pack([0]),
-            starts=pack([0]),
-            lengths=pack([length]),
-            flags=bytes([SAMPLE]),
-            tokens=pack([0] * length),
-            block_rows=pack([0] * blocks),
-            block_at=pack(range(blocks)),
-            block_ids=pack(range(blocks)),
-            admits=(Admit(0, length, params),),
-        )
-        result = self.step(prompt)
+        result = self.step(_prompt(length, params, range(blocks)))
         if length < cache.max_model_len:
             self.step(
                 StepPlan(
@@ -318,6 +304,39 @@ def largest_step(max_rows: int, max_tokens: int, max_length: int) -> list[int]:
         lengths[row] += more
         left -= more
     return lengths
+
+
+def rehearsals(max_rows: int, max_tokens: int, max_length: int) -> list[StepPlan]:
+    """Steps that together launch every kernel that steps without special wishes do, but decode.
+
+    A short prompt, with and without filters of its logits; a long one; one with decode rows. All
+    write to the first block.
+    """
+    short = min(WARM_UP_TOKENS, max_tokens, max_length)
+    greedy = TokenParams(max_tokens=2, temperature=0.0)
+    filtered = TokenParams(max_tokens=2, top_p=0.9, top_k=50)
+    return [
+        *(_prompt(short, params, [0]) for params in (greedy, filtered)),
+        _plan_of(largest_step(1, min(max_tokens, LONG_PROMPT), max_length)),
+        _plan_of(largest_step(max_rows, min(max_tokens, 2 * max_rows + 64), max_length)),
+    ]
+
+
+def _prompt(length: int, params: TokenParams, blocks: Sequence[int]) -> StepPlan:
+    """A new sequence of tokens 0 in slot 0."""
+    return StepPlan(
+        step=0,
+        epoch=0,
+        slots=pack([0]),
+        starts=pack([0]),
+        lengths=pack([length]),
+        flags=bytes([SAMPLE]),
+        tokens=pack([0] * length),
+        block_rows=pack([0] * len(blocks)),
+        block_at=pack(range(len(blocks))),
+        block_ids=pack(blocks),
+        admits=(Admit(0, length, params),),
+    )
 
 
 def _plan_of(lengths: list[int]) -> StepPlan:

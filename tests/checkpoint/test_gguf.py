@@ -208,7 +208,8 @@ def test_version_2_is_read_and_others_are_refused(tmp_path: Path) -> None:
     ("toy", "part"),
     [
         (ToyGguf("mamba"), "'mamba'"),
-        (ToyGguf(extra=(("add_expert_count", (8,)),)), "experts"),
+        (ToyGguf("qwen3", extra=(("add_expert_count", (8,)),)), "experts"),
+        (ToyGguf(extra=(("add_expert_count", (8,)),)), "llama.expert_used_count"),
         (ToyGguf(extra=(("add_rope_dimension_count", (HEAD_DIM // 2,)),)), "rotary"),
         (ToyGguf(bos=VOCAB), "bos_token_id"),
     ],

@@ -334,3 +334,31 @@ def test_what_quantization_there_is() -> None:
     EngineArgs(quantization="int8").check()
     with pytest.raises(ConfigError, match="one of fp8, int8, int4, awq"):
         EngineArgs(quantization="bitsandbytes").check()
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-origins"])
+def test_an_empty_text_in_a_list_is_refused(flag: str) -> None:
+    parser = Parser("serve", "x")
+    add_options(parser, EngineArgs, ServerArgs)
+    for text in ("", "a,,b"):
+        args = ServerArgs.gather(vars(parser.parse([flag, text])), {})
+        with pytest.raises(ConfigError, match="empty"):
+            args.check()
+
+
+def test_an_empty_variable_for_keys_does_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in ("OCTAVO_API_KEY", "VLLM_API_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "")
+            with pytest.raises(ConfigError, match=f"{variable} is set and empty"):
+                ServerArgs()
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    for suffix in (".json", ".toml", ".yaml"):
+        path = tmp_path / f"c{suffix}"
+        path.write_bytes(b"\xff\xfe")
+        with pytest.raises(ConfigError, match=r"--config .*is not UTF-8"):
+            read_file(str(path))

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.engine.core import EngineCore
-from octavo.engine.pace import LEAST_MARGIN, MOST_MARGIN, Pace
+from octavo.engine.pace import LARGE, LEAST_MARGIN, MOST_MARGIN, TRUST, Allowance, Pace
 from octavo.engine.scheduler import Scheduler
 from octavo.types import SAMPLE, AddRequest, StepPlan, StepResult, TokenParams, WorkerInfo
 
@@ -151,8 +151,17 @@ def test_nothing_is_known_nothing_is_waited_for() -> None:
     assert pace.patience(8, 8, 0.0) == 0.0
     pace.landed(1, 512, 0.012)
     assert pace.patience(8, 8, 0.0) == 0.0
-    assert pace.patience(9, 1024, 0.0) == pytest.approx(0.97 * 0.024 - LEAST_MARGIN)
+    assert pace.patience(9, 1024, 0.0) == pytest.approx(TRUST * 0.024 - LEAST_MARGIN)
     assert pace.patience(9, 1024, 1.0) == 0.0
+
+
+def test_steps_of_about_as_many_tokens_tell_more_than_others() -> None:
+    pace = Pace()
+    pace.landed(9, 1024, 0.020)  # half the time a token
+    pace.landed(9, 520, 0.012)
+    pace.landed(12, 530, 0.013)
+    assert pace.patience(20, 536, 0.0) == pytest.approx(TRUST * 0.012 - LEAST_MARGIN)
+    assert pace.patience(20, 100, 0.0) == pytest.approx(TRUST * 100 * 0.020 / 1024 - LEAST_MARGIN)
 
 
 def test_a_host_that_computes_itself_never_waits() -> None:
@@ -163,3 +172,27 @@ def test_a_host_that_computes_itself_never_waits() -> None:
     while core.has_work():
         assert core.patience() == 0.0
         core.step()
+
+
+def test_large_steps_may_take_their_time_and_small_ones_may_not() -> None:
+    allowance = Allowance()
+    assert allowance.seconds(LARGE - 1) == 0.0
+    assert 10 < allowance.seconds(2048) < 30, "nothing has been measured"
+    allowance.landed(2048, 17.4)
+    assert allowance.seconds(2048) == pytest.approx(3 * 17.4)
+    for _ in range(40):
+        allowance.landed(8192, 0.2)
+    assert allowance.seconds(8192) == pytest.approx(0.6, rel=0.05)
+    allowance.landed(8, 5.0)
+    assert allowance.seconds(8192) < 1, "small steps say nothing of large ones"
+
+
+def test_the_core_allows_for_what_is_in_flight() -> None:
+    clock = Clock()
+    device = Device(clock, Random(1))
+    core = EngineCore(Scheduler(SchedulerConfig(64, 16, 512, 8, 512)), device, clock=clock)
+    core.add(AddRequest("a", list(range(300)), TokenParams(5, seed=1), 1.0))
+    core.step()
+    assert core.allowance > 1
+    core.step()
+    assert core.allowance == 0.0, "a step of one token"

@@ -253,6 +253,18 @@ def test_what_cannot_be_served_says_why(fields: dict[str, Any], words: str) -> N
     bench.check_alone(good)
 
 
+def test_first_tokens_go_out_before_those_of_others() -> None:
+    bench = Bench()
+    old = [bench.add([1, 2, 3, number], 20) for number in range(3)]
+    for _ in range(3):
+        bench.step()
+    new = bench.add([5] * 9, 20)
+    while new.id not in (ids := [output.id for output in bench.step().outputs]):
+        pass
+    assert ids[0] == new.id
+    assert set(ids[1:]) == {request.id for request in old}
+
+
 def test_equal_id_leaves_the_first_alone() -> None:
     bench = Bench()
     first = bench.add([1, 2], 3)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo import fleet as fleet_module
 from octavo.engine.process import Owners
 from octavo.errors import ConfigError
+from octavo.hub import Link
 from octavo.obs.merge import families_of, merge, only_sums, registry_of, snapshot
 from octavo.obs.metrics import Metrics
 from octavo.options import ServerArgs
@@ -207,9 +209,95 @@ async def test_a_process_that_cannot_be_started_ends_the_server(
 ) -> None:
     monkeypatch.setattr(fleet_module, "PROGRAM", (str(tmp_path / "nothing"),))
     fleet = fleet_module.Fleet(1, Metrics("m", max_model_len=64))
+    fleet.open()
+    folder = Path(fleet.hub).parent
     try:
         await fleet.start([b"{}"])
         error = await asyncio.wait_for(fleet.failure, 10)
         assert "API process 1 cannot be started" in error.message
     finally:
         await fleet.stop()
+    assert not folder.exists()
+
+
+HANGING = """
+import asyncio, faulthandler, os, signal, sys, time
+from octavo.hub import Hello, Link, Listening
+faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+hub, folder = sys.stdin.read().split()
+
+def stands_still():
+    time.sleep(60)
+
+async def answer(op, to):
+    return [b""]
+
+async def main():
+    reader, writer = await asyncio.open_unix_connection(hub)
+    link = Link(reader, writer, answer)
+    link.send(Hello(1))
+    link.send(Listening("here"))
+    first = not os.path.exists(folder + "/first")
+    open(folder + "/first", "w").close()
+    if first:
+        asyncio.get_running_loop().call_later(1.0, stands_still)
+    async for _ in link.messages():
+        pass
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_that_hangs_is_ended_and_started_anew(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(fleet_module, "PROGRAM", (sys.executable, "-c", HANGING))
+    monkeypatch.setattr(fleet_module, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(fleet_module, "HANG_SECONDS", 2.0)
+    fleet = fleet_module.Fleet(1, Metrics("m", max_model_len=64))
+    fleet.open()
+    try:
+        await fleet.start([f"{fleet.hub} {tmp_path}".encode()])
+        (member,) = fleet._members
+        await asyncio.wait_for(fleet.listening(), 20)
+        assert member.process is not None
+        hung = member.process.pid
+        async with asyncio.timeout(30):
+            while member.process.pid == hung or member.link is None:
+                await asyncio.sleep(0.05)
+        again = member.process.pid
+        await asyncio.sleep(3)
+        assert member.process.pid == again, "one that answers is left alone"
+        assert not fleet.failure.done()
+        assert "event=api_process_hangs index=1" in caplog.text
+        assert "stands_still" in capfd.readouterr().err
+    finally:
+        await fleet.stop()
+
+
+async def test_a_question_that_fails_is_answered(tmp_path: Path) -> None:
+    """Who asks must not wait for an answer that does not come."""
+
+    async def fails(op: str, to: int) -> list[bytes]:
+        raise ZeroDivisionError(op)
+
+    async def hear(link: Link) -> None:
+        async for _ in link.messages():
+            pass
+
+    hearing: list[asyncio.Task[None]] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hearing.append(asyncio.create_task(hear(Link(reader, writer, fails))))
+
+    path = str(tmp_path / "hub")
+    server = await asyncio.start_unix_server(accept, path)
+    link = Link(*await asyncio.open_unix_connection(path), fails)
+    hearing.append(asyncio.create_task(hear(link)))
+    assert await link.ask("anything", 5) == []
+    link.close()
+    server.close()
+    await asyncio.gather(*hearing)

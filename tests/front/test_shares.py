@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.admission import ENOUGH_ENDS
 from octavo.errors import Overloaded
+from octavo.launch import Launch, _weights, keys_in
 from octavo.obs.stats import Throughput
 from octavo.obs.tenants import MAX_TENANTS, OTHER, TenantMetrics
 from octavo.obs.timeline import Timeline, Timelines, Viewer
+from octavo.options import EngineArgs, ServerArgs
 from octavo.sampling_params import SamplingParams
-from octavo.text_engine import ENOUGH_ENDS, TextEngine
+from octavo.text_engine import TextEngine
 from octavo.types import SequenceOutput, StepStats, TraceEvent
 from tests.front.test_text_engine import Source, make
 
@@ -81,8 +86,8 @@ async def test_shares_come_back() -> None:
     ask(engine, "heron")
     for number in range(5):
         source.client.say(number, [80], "length")
-    assert engine._open_of == {}
-    assert engine._asked == 0
+    assert engine._door._open_of == {}
+    assert engine._door._asked == 0
     text = engine.metrics.render()[0].decode()
     labels = 'finished_reason="length",model_name="m",tenant="crow"'
     assert f"octavo:tenant_requests_total{{{labels}}} 4.0" in text
@@ -104,7 +109,7 @@ async def test_before_anything_has_ended_the_tokens_say_how_long_it_takes() -> N
     for number in range(4):
         source.client.say(number, [80], "length")
     for _ in range(ENOUGH_ENDS):
-        engine._rate.count(time.monotonic())
+        engine._door._rate.count(time.monotonic())
     for _ in range(4):
         ask(engine)
     with pytest.raises(Overloaded) as refused:
@@ -169,3 +174,17 @@ def test_labels_are_bounded() -> None:
     assert rows[("m", OTHER)] == 2 * MAX_TENANTS
     metrics.rejected("")
     assert len(rows) == MAX_TENANTS + 1
+
+
+def test_keys_that_do_not_ask_have_no_share(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    scopes = {"a": ["inference"], "b": ["inference", "metrics"], "m": ["metrics"], "x": ["admin"]}
+    keys.write_text(
+        "".join(
+            f'[[keys]]\nname = "{name}"\nkey = "sk-{name}-123456"\nscopes = {json.dumps(these)}\n'
+            for name, these in scopes.items()
+        )
+    )
+    server = ServerArgs(api_keys_file=str(keys))
+    launch = Launch(EngineArgs(scheduling_policy="fair"), server, 0.0, keys=keys_in(server))
+    assert _weights(launch) == {"a": 1.0, "b": 1.0}

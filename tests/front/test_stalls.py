@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from octavo.admission import Admission
 from octavo.config import SchedulerConfig, WorkerConfig
 from octavo.launch import watch_stalls
 from octavo.obs.metrics import Metrics
@@ -16,7 +17,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 from octavo.supervisor import Supervisor
-from octavo.text_engine import Admission, TextEngine
+from octavo.text_engine import TextEngine
 from tests.server.asgi import call
 from tests.text.samples import chat_tokenizer
 

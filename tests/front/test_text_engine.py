@@ -10,11 +10,12 @@ from contextlib import aclosing
 
 import pytest
 
+from octavo.admission import Admission, Rate
 from octavo.engine.client import Listener, Pulse
 from octavo.errors import Draining, EngineDead, InvalidRequest, Overloaded
 from octavo.obs.metrics import Metrics
 from octavo.sampling_params import SamplingParams
-from octavo.text_engine import Admission, Rate, TextEngine
+from octavo.text_engine import TextEngine
 from octavo.types import AddRequest, SequenceOutput, StepStats, WorkerInfo
 from tests.text.samples import chat_tokenizer
 
@@ -153,7 +154,7 @@ async def test_queued_tokens_are_bounded_until_the_first_news() -> None:
         engine.admit(1, 3)
     engine.admit(1, 2)
     source.client.say(0, [80])
-    while engine._queued_tokens:
+    while engine._door._queued_tokens:
         await asyncio.sleep(0)
     engine.admit(1, 5)
     source.client.say(0, [80], "length")

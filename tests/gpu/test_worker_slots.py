@@ -85,11 +85,12 @@ def random_step(rng: random.Random, page: int) -> tuple[list[int], Layout, Pagin
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_steps_are_laid_out_as_plain_torch_does(device: torch.device, seed: int, page: int) -> None:
-    from octavo.kernels.triton.slots import TRITON
+    from octavo.kernels.triton.slots import triton_slots
 
     rng = random.Random(seed + page)
     ours = make(device)
     expected = clone(ours)
+    triton = triton_slots()
     for _ in range(30):
         words, layout, paging, size = random_step(rng, page)
         packed = torch.tensor(words, dtype=torch.int32, device=device)
@@ -99,7 +100,7 @@ def test_steps_are_laid_out_as_plain_torch_does(device: torch.device, seed: int,
                 wrong = rng.choice([torch.nan, torch.inf, -torch.inf])
                 logits[row, rng.randrange(20_000)] = wrong
         drawn = torch.randint(0, 10**5, (layout.sampled,), dtype=torch.int32, device=device)
-        for ops, (step, slots) in ((TRITON, ours), (REFERENCE, expected)):
+        for ops, (step, slots) in ((triton, ours), (REFERENCE, expected)):
             step.packed[: len(words)] = packed
             ops.update(step, slots, layout)
             ops.place(step, slots, layout, paging, size)

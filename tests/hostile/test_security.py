@@ -51,7 +51,7 @@ CALLS = {"eval", "exec", "__import__", "system", "popen", "literal_eval"}
 STARTS_PROGRAMS = {
     "checkpoint/pull.py",
     "cli/doctor.py",
-    "grammar/compiler.py",
+    "grammar/checker.py",
     "kernels/cpu/build.py",
     "supervisor.py",
 }

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.experts import LoopedExperts
-from octavo.kernels.ops import Ops
+from octavo.kernels.experts import ClampedExperts, LoopedExperts
+from octavo.kernels.ops import ClampedForm, Ops
 from tests.kernels.native_parts import DTYPES, native_ops
 
 
@@ -62,6 +62,42 @@ def test_the_same_bits_as_a_loop_over_products(
     if kind == "f32":
         exact = reference.experts(args[0], args[1])(*args[2:])
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top", "sizes"), SHAPES[:1] + SHAPES[3:])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_and_a_bounded_gate(
+    dtype: torch.dtype, tokens: int, experts: int, top: int, sizes: tuple[int, int]
+) -> None:
+    ops = native_ops(dtype)
+    assert ops.clamped_experts is not None
+    gate_up, down, x, chosen, weights = inputs(dtype, tokens, experts, top, sizes)
+    hidden, width = sizes
+    form = ClampedForm(
+        torch.randn(experts, 2 * width).to(dtype), torch.randn(experts, hidden).to(dtype), 1.7, 0.9
+    )
+    product = ops.clamped_experts(gate_up, down, form)
+    found = product(x, chosen, weights)
+    wide = ClampedForm(form.gate_up_bias.float(), form.down_bias.float(), 1.7, 0.9)
+    exact = ClampedExperts(gate_up.float(), down.float(), wide)(x.float(), chosen, weights)
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert float((found - exact).norm() / exact.norm()) < bound
+    last = slice(tokens - 1, tokens)
+    assert torch.equal(product(x[last], chosen[last], weights[last]), found[last])
+
+
+def test_a_width_that_fills_no_panel_and_a_gate_that_is_not_a_number() -> None:
+    ops = native_ops(torch.float32)
+    assert ops.clamped_experts is not None
+    gate_up, down, x, chosen, weights = inputs(torch.float32, 2, 3, 2, (40, 20))
+    form = ClampedForm(torch.randn(3, 40), torch.randn(3, 40), 1.7, 0.9)
+    product = ops.clamped_experts(gate_up, down, form)
+    exact = ClampedExperts(gate_up, down, form)(x, chosen, weights)
+    torch.testing.assert_close(product(x, chosen, weights), exact, rtol=1e-5, atol=1e-5)
+    x[1, 3] = torch.nan
+    broken = product(x, chosen, weights)
+    assert bool(broken[0].isfinite().all())
+    assert bool(broken[1].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

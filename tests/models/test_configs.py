@@ -176,7 +176,7 @@ def test_a_vision_model_gives_its_text_side() -> None:
             "rope_scaling.low_freq_factor",
             {"type": "llama3", **LLAMA3, "low_freq_factor": None},
         ),
-        (LLAMA, "rope_scaling.truncate", {"type": "yarn", "factor": 2.0, "truncate": False}),
+        (LLAMA, "rope_scaling.truncate", {"type": "yarn", "factor": 2.0, "truncate": "no"}),
         (LLAMA, "rope_parameters.full_attention", {"full_attention": {"rope_type": "yarn"}}),
         (QWEN2, "layer_types", ["sliding_attention"] * 4),
         (MISTRAL, "sliding_window", 0),

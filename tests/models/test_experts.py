@@ -21,6 +21,7 @@ from octavo.kernels import reference
 from octavo.kernels.experts import GroupedExperts, LoopedExperts
 from octavo.layers.experts import route
 from octavo.models.load import attention_need, build_model, load_weights
+from octavo.models.quantization import read_scheme
 from octavo.models.registry import read_spec
 from octavo.models.spec import MoeSpec
 from octavo.parallel.mesh import Mesh
@@ -122,9 +123,19 @@ def test_a_token_alone_and_among_others_is_the_same_bits() -> None:
         assert torch.equal(product(x[own], chosen[own], weights[own]), whole[own])
 
 
+def test_experts_in_mxfp4_are_refused_before_weights_are_read() -> None:
+    config = shared_twin("gpt-oss").config
+    with pytest.raises(ConfigError, match="mxfp4"):
+        read_scheme({**config, "quantization_config": {"quant_method": "mxfp4"}})
+
+
 @pytest.mark.parametrize(
     ("case", "key", "value"),
     [
+        ("gpt-oss", "layer_types", ["chunked_attention"] * 3),
+        ("gpt-oss", "swiglu_limit", 0),
+        ("gpt-oss", "hidden_act", "gelu"),
+        ("gpt-oss", "num_experts_per_tok", 7),
         ("mixtral", "num_experts_per_tok", 6),
         ("mixtral", "num_local_experts", None),
         ("mixtral", "hidden_act", "gelu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import secrets
 from dataclasses import dataclass
@@ -211,6 +212,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # The window reaches everything, the other rotary base stays.
     "gemma3-wide": ("Gemma3", {"head_dim": 16, "sliding_window": 999, "rope_parameters": None}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                truncate=False,
+                beta_fast=32.0,
+                beta_slow=1.0,
+            ),
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,
+        },
+    ),
+    "gpt-oss-wide": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4}),
+    "glm": ("Glm", {"head_dim": 32, "pad_token_id": 0, "attention_bias": False}),
     "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0}),
 }
 
@@ -284,10 +305,10 @@ def make_twin(
     family, changes = CASES[case]
     if every_expert:
         changes = {**changes, **all_chosen(changes)}
-    changes = {**changes, **(sizes or {})}
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    # A copy, since transformers writes defaults into the objects that it is given.
+    settings = copy.deepcopy({**SIZES, **changes, **(sizes or {})})
     config_name = f"{TEXT_CONFIGS.get(family, family)}Config"
-    config = getattr(transformers, config_name)(**{**SIZES, **changes})
+    config = getattr(transformers, config_name)(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     norm = 0.0 if family.startswith("Gemma") else 1.0  # those hold their distance from one
@@ -298,7 +319,7 @@ def make_twin(
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     model = model.to(dtype)
-    state = in_file(model.state_dict())
+    state = model.state_dict() if family == "GptOss" else in_file(model.state_dict())
     if family == "Mixtral":
         state = {mixtral_name(name): tensor for name, tensor in state.items()}
     as_file = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"]}

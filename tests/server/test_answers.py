@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -273,6 +275,50 @@ async def test_templates_and_their_arguments() -> None:
     assert broken.error["param"] == "chat_template"
     engine.chat_template = None
     assert (await chat(app)).error["param"] == "messages"
+
+
+HEAVY_TEMPLATES = [
+    '{{ ("a"*300000)|wordwrap(1)|length }}',
+    '{{ ("a"*1000000)|list|sort|join|length }}',
+    '{{ ("a "*500000)|wordwrap(2)|length }}',
+    '{{ ("a.b@c.d "*100000)|urlize|length }}',
+    '{{ ("ab"*500000)|unique|list|length }}',
+    '{{ ("ab"*900000)|map("upper")|map("lower")|map("upper")|list|length }}',
+    "{{1}}" * 7000,
+]
+
+
+@pytest.mark.parametrize("template", HEAVY_TEMPLATES, ids=range(len(HEAVY_TEMPLATES)))
+async def test_heavy_templates_of_callers_are_refused_and_hold_up_nobody(template: str) -> None:
+    trusting = create_app(FakeEngine(), ServerSettings(trust_request_chat_template=True))
+    gaps, alive = [0.0], True
+
+    async def beat() -> None:
+        while alive:
+            before = time.process_time()
+            await asyncio.sleep(0.001)
+            gaps.append(time.process_time() - before)
+
+    task = asyncio.ensure_future(beat())
+    reply = await chat(trusting, chat_template=template)
+    alive = False
+    await task
+    assert reply.status == 400
+    assert max(gaps) < 0.5, "of processor time; most of it is other threads' turns"
+
+
+async def test_an_echo_is_of_what_is_left_of_the_prompt() -> None:
+    engine = FakeEngine()
+    app = create_app(engine)
+    prompt = "The owls hoot at night, and the crows do not."
+    for side in ("left", "right"):
+        fields = {"truncate_prompt_tokens": 5, "truncation_side": side, "echo": True, "logprobs": 0}
+        reply = await complete(app, prompt, max_tokens=2, **fields)
+        choice = reply.json["choices"][0]
+        left = engine.tokenizer.decode(engine.seen[-1].prompt_ids, skip_special_tokens=False)
+        assert choice["text"].startswith(left)
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert left != prompt
 
 
 async def test_harmless_values_of_unsupported_fields_are_accepted() -> None:

@@ -44,6 +44,7 @@ RAW: list[tuple[bytes, int]] = [
     (b'{"prompt": "a\\ud800b"}', 400),
     (b'{"prompt": "a\\udc00b"}', 400),
     (b'{"prompt": "a\\ud83d"}', 400),
+    (b'{"prompt": "x", "user": "\\\\\\ud83d"}', 400),
     (b'{"prompt": "a\x00b"}', 400),
     (b'{"prompt": "a", "stop": "\\u0000b"}', 400),
     (b'{"prompt": "x", "metadata": {"a\\u0000": 1}}', 400),
@@ -404,6 +405,54 @@ async def test_headers(field: str, headers: dict[str, str]) -> None:
     body = {"prompt": "x"}
     check(await call(app, "POST", COMPLETIONS, body, headers=headers), field)
     await check_alive(app, engine)
+
+
+async def test_messages_name_what_is_wrong() -> None:
+    app = create_app(FakeEngine())
+    for path, body, words in (
+        (COMPLETIONS, {"prompt": "x", "timeout": 1e300}, "at most 1e+09 seconds"),
+        ("/v1/responses", {"input": "x", "top_logprobs": -1}, "top_logprobs = -1"),
+        ("/v1/embeddings", {"input": "x", "pooling": "max"}, "use one of last, mean."),
+        (CHAT, {"messages": [USER], "truncation_side": "up"}, "use one of left, right."),
+    ):
+        body = {**body, "include": ["message.output_text.logprobs"]} if "input" in body else body
+        body = (
+            body if path == "/v1/responses" else {k: v for k, v in body.items() if k != "include"}
+        )
+        reply = await call(app, "POST", path, body)
+        assert reply.status == 400
+        assert words in reply.error["message"]
+    for raw in (b'{"user": "\\ud800", "prompt": "hi"}', b'{"prompt": "hi", "user": "a\\uDBFF"}'):
+        reply = await call(app, "POST", COMPLETIONS, raw=raw)
+        assert "surrogate pair (byte " in reply.error["message"]
+    cut = await call(app, "POST", COMPLETIONS, raw=b'{"prompt": "hi", "user": "\\\\ud800')
+    assert "truncated" in cut.error["message"]
+
+
+async def test_headers_that_are_there_twice() -> None:
+    engine = FakeEngine()
+    app = create_app(engine)
+    for times in (("50", "99999"), ("99999", "50")):
+        headers = [("X-Request-Deadline-Ms", value) for value in times]
+        await call(app, "POST", COMPLETIONS, {"prompt": "x"}, headers=headers)
+        assert engine.seen[-1].options["deadline"] == pytest.approx(0.05), "the earliest holds"
+    headers = [("X-Request-Id", "a"), ("X-Request-Id", "b")]
+    check(await call(app, "POST", COMPLETIONS, {"prompt": "x"}, headers=headers), "X-Request-Id")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{}]),
+        ("chat_template", "x"),
+        ("chat_template_kwargs", {"zzz": 1}),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
+    ],
+)
+async def test_a_plain_text_to_tokenize_has_no_chat_fields(name: str, value: Any) -> None:
+    body = {"prompt": "x", name: value}
+    check(await call(create_app(FakeEngine()), "POST", "/tokenize", body), name)
 
 
 async def test_good_headers() -> None:

@@ -174,6 +174,11 @@ MB = b"a" * 2**20
         ([b"GET /version HTTP/3.7\r\nHost: x\r\n\r\n"], {400}),
         ([b"BREW /version HTTP/1.1\r\nHost: x\r\n\r\n"], {400}),
         ([b"GET /version HTTP/1.1\r\nHo st: x\r\n\r\n"], {400}),
+        ([b"GET /version HTTP/2.0\r\nHost: x\r\n\r\n"], {505}),
+        ([b"GET /version HTTP/1.1\r\n\r\n"], {400}),
+        ([GET + b"Host: y\r\n\r\n"], {400}),
+        ([GET + b"X-A: b\0c\r\n\r\n"], {400}),
+        ([b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n"], {400, 405}),
     ],
 )  # fmt: skip
 async def test_limits_of_the_parser(pieces: list[bytes], statuses: set[int]) -> None:
@@ -186,6 +191,50 @@ async def test_limits_of_the_parser(pieces: list[bytes], statuses: set[int]) -> 
         status, body = await raw(address, GET + b"Connection: close\r\n\r\n")
         assert status == 200
         assert engine.seen == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (b"FOO / HTTP/1.1\r\nHost: x\r\n\r\n", "method"),
+        (GET + b"X-A: b\0c\r\n\r\n", "header value"),
+        (POST + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\n", "Content-Length"),
+        (GET + b"Host: y\r\n\r\n", "2 Host headers"),
+        (b"GET / HTTP/1.1\r\n\r\n", "0 Host headers"),
+    ],
+)
+async def test_refusals_of_the_parser_say_why(request_: bytes, says: str) -> None:
+    async with served(FakeEngine()) as address:
+        status, body = await raw(address, request_)
+        assert status == 400
+        assert says in strict_loads(body)["error"]["message"]  # type: ignore[index]
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+BODY = json.dumps({"prompt": "The owls", "max_tokens": 3}).encode()
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7, 200])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_upgrade_that_is_offered_is_not_taken(pieces: int, chunked: bool) -> None:
+    """Some clients offer h2c with every first request; it is answered as if they did not."""
+    length = b"Transfer-Encoding: chunked\r\n" if chunked else b"Content-Length: %d\r\n" % len(BODY)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+    post = POST + H2C + length + b"\r\n" + body
+    data = post + GET + H2C + b"\r\n" + post.replace(H2C, b"Connection: close\r\n")
+    size = -(-len(data) // pieces)
+    async with served(FakeEngine()) as address:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(address))
+        for at in range(0, len(data), size):
+            writer.write(data[at : at + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert answer.count(b"HTTP/1.1 200 ") == 3
+    assert answer.count(b"HTTP/1.1 ") == 3
+    assert answer.count(b'"completion_tokens":3') == 2
+    assert b'"version"' in answer
 
 
 async def test_auth_is_not_skipped_by_odd_requests() -> None:
@@ -401,7 +450,9 @@ async def test_a_broken_certificate_is_named(tmp_path: Path) -> None:
 async def test_a_prefix_removed_by_a_proxy() -> None:
     settings = ServerSettings(api_keys=("sk",))
     async with served(FakeEngine(), settings=settings, root_path="/api") as address:
-        status, _ = await raw(address, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n")
+        status, _ = await raw(
+            address, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
         assert status == 200
         status, _ = await raw(address, GET + b"Connection: close\r\n\r\n")
         assert status == 401

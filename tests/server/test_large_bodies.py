@@ -10,6 +10,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,16 +116,20 @@ def test_the_first_unknown_name_is_enough() -> None:
 
 async def test_too_many_ids_to_detokenize_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "MAX_IDS", 9)
-    app = create_app(FakeEngine())
+    engine = FakeEngine()
+    engine.limits = replace(engine.limits, max_model_len=8)
+    app = create_app(engine)
     reply = await call(app, "POST", "/detokenize", {"tokens": [5] * 9})
     assert reply.status == 200
     reply = await call(app, "POST", "/detokenize", {"tokens": [5] * 10})
     assert (reply.status, reply.error["param"]) == (400, "tokens")
     assert "has 10 ids; send at most 9" in reply.error["message"]
-    monkeypatch.setattr(models, "MAX_IDS", 2)
-    body = {"prompt": "The owls hoot at night", "return_token_strs": True}
-    reply = await call(app, "POST", "/tokenize", body)
-    assert (reply.status, reply.error["param"]) == (400, "return_token_strs")
+    for text, words in (("hoot 🦉 " * 9, "tokens; send at most 9"), ("x" * 73, "at most 72")):
+        reply = await call(app, "POST", "/tokenize", {"prompt": text})
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert words in reply.error["message"]
+    engine.limits = replace(engine.limits, max_model_len=73)
+    assert (await call(app, "POST", "/tokenize", {"prompt": "x" * 73})).status == 200
 
 
 TEXTS = st.text(st.sampled_from('a,"\\\\[{é\n'))

@@ -81,6 +81,35 @@ async def test_usage_comes_only_when_it_is_asked_for(options: dict[str, Any] | N
     accept(reply, is_chat=True, choices=1, usage=True)
 
 
+@pytest.mark.parametrize("tools", [False, True])
+async def test_the_roles_of_all_choices_come_first_and_in_order(tools: bool) -> None:
+    """`openai` folds a stream into a list that grows as choices come, and begins with the first."""
+    engine = FakeEngine()
+    app = create_app(engine, ServerSettings(enable_auto_tool_choice=True))
+    function = {"name": "f", "parameters": {"type": "object"}}
+    more = {"tools": [{"type": "function", "function": function}], "tool_choice": "none"}
+    for _ in range(5):
+        reply = await chat(app, stream=True, n=5, max_tokens=3, **(more if tools else {}))
+        heads = reply.events[:5]
+        assert [event["choices"][0]["index"] for event in heads] == [0, 1, 2, 3, 4]
+        assert all("role" in event["choices"][0]["delta"] for event in heads)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_what_comes_after_its_deadline_is_no_answer(streamed: bool) -> None:
+    """Though it was made in a step that began in time."""
+    engine = FakeEngine(step_seconds=0.05)
+    reply = await complete(create_app(engine), max_tokens=3, timeout=0.12, stream=streamed)
+    if streamed:
+        error, done = reply.events[-2:]
+        assert done == "[DONE]"
+        assert error["error"]["code"] == 504
+        assert not any(event["choices"][0]["finish_reason"] for event in reply.events[:-2])
+    else:
+        assert reply.status == 504
+        assert reply.error["type"] == "TimeoutError"
+
+
 async def test_a_list_of_prompts_streams_each_choice() -> None:
     app = create_app(FakeEngine())
     reply = await complete(app, ["The owls", "hoot"], n=2, stream=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from octavo.device.base import Event
 from octavo.device.cpu import CpuDevice
 
 GARBAGE = -(2**30) - 7
@@ -21,7 +22,11 @@ class LaterEvent:
 
     def __init__(self, device: LaterDevice) -> None:
         self._device = device
-        self._upto = len(device.pending)
+        self.record()
+
+    def record(self) -> None:
+        """It is used again: who still waits for what it was before waits for too much."""
+        self._upto = len(self._device.pending)
         self.waited = False
 
     def query(self) -> bool:
@@ -77,8 +82,12 @@ class LaterDevice(CpuDevice):
         target.fill_(GARBAGE)
         self.pending.append(lambda: _write(target, value))
 
-    def mark(self) -> LaterEvent:  # type: ignore[override]
-        return LaterEvent(self)
+    def mark(self, again: Event | None = None) -> LaterEvent:  # type: ignore[override]
+        if not isinstance(again, LaterEvent):
+            return LaterEvent(self)
+        assert again.waited, "an event is used again that nobody has waited for"
+        again.record()
+        return again
 
     def synchronize(self) -> None:
         self.pass_until(len(self.pending))

@@ -52,6 +52,10 @@ class ExpertShape(ctypes.Structure):
         ("down", c_int64),
         ("gate_up_bytes", c_int64),
         ("down_bytes", c_int64),
+        ("gate_up_bias", c_int64),
+        ("down_bias", c_int64),
+        ("alpha", c_float),
+        ("limit", c_float),
     ]
 
 

@@ -14,6 +14,9 @@ struct ExpertShape {
   int experts, hidden, width, top;
   int64_t gate_up, down;              // the packed matrices of expert 0
   int64_t gate_up_bytes, down_bytes;  // from one expert to the next
+  // Biases, or 0: [E][2][whole panels] of gate and up, [E][H]. With them the gate is a clamped one.
+  int64_t gate_up_bias, down_bias;
+  float alpha, limit;
 };
 
 // D is the type of activations, W that of weights: D, or INT8.
@@ -143,7 +146,7 @@ class Experts {
     }
   }
 
-  // inner = silu(gate) * up. Columns past the width come out as 0, since those of the weights are.
+  // inner = silu(gate) * up. Columns past the width come out as 0, since gate is 0 there.
   void activate(const Item& item, const X* input, long stride, T* inner, const Item* then) const {
     const Matrix w = gate_up(item.expert);
     int panels[4];
@@ -154,12 +157,19 @@ class Experts {
     const int width = item.count * kPanel;
     const char* after = then ? gate_up(then->expert).panel(2 * then->panel) : nullptr;
     if (then && then->expert != item.expert) fetch(after);
+    const T* bias = (const T*)s_.gate_up_bias;
+    if (bias) bias += (2L * item.expert * half_ + item.panel) * kPanel;
     multiply<W>(input, stride, item.first, item.last, w, panels, 2 * item.count, after,
                 [&](int row, int n, const float* sums, int sums_stride) {
                   for (int r = 0; r < n; ++r) {
                     const float* from = sums + r * sums_stride;
-                    silu_mul_sums<D>(from, from + width, nullptr, nullptr,
-                                     inner + (row + r) * inner_stride_ + item.panel * kPanel, width);
+                    T* to = inner + (row + r) * inner_stride_ + item.panel * kPanel;
+                    if (bias) {
+                      clamped_mul_sums<D>(from, from + width, bias, bias + half_ * kPanel, to, width,
+                                          s_.alpha, s_.limit);
+                    } else {
+                      silu_mul_sums<D>(from, from + width, nullptr, nullptr, to, width);
+                    }
                   }
                 });
   }
@@ -184,11 +194,13 @@ class Experts {
         const char* after =
             last ? down(used_[0]).panel(first + count) : down(used_[i + 1]).panel(first);
         if (starts_[e + 1] - starts_[e] <= kTileRows) fetch(after);
+        const T* bias = (const T*)s_.down_bias;
+        if (bias) bias += (long)e * s_.hidden + column;
         multiply<W>(middle, middle_stride_, starts_[e], starts_[e + 1], w, numbers, count, after,
                     [&](int row, int n, const float* part, int stride) {
                       for (int r = 0; r < n; ++r) {
                         const int pair = order_[row + r];
-                        add_scaled(part + r * stride, weights[pair],
+                        add_scaled(part + r * stride, bias, weights[pair],
                                    sums + (long)(pair / s_.top) * s_.hidden + column, columns);
                       }
                     });
@@ -206,11 +218,11 @@ class Experts {
   }
 
   // Rounded between product and sum, as if the two were apart.
-  static void add_scaled(const float* part, float weight, float* to, int columns) {
+  static void add_scaled(const float* part, const T* bias, float weight, float* to, int columns) {
     const V16 scale = _mm512_set1_ps(weight);
     for (int c = 0; c < columns; c += 16) {
       const __mmask16 m = tail_mask(columns - c);
-      const V16 share = _mm512_mul_ps(F32::load(part + c, m), scale);
+      const V16 share = _mm512_mul_ps(result16<D>(part, bias, c, m), scale);
       F32::store(to + c, _mm512_add_ps(F32::load(to + c, m), share), m);
     }
   }

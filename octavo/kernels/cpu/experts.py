@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from octavo.kernels.cpu.arena import huge_region
 from octavo.kernels.cpu.binding import ExpertShape, Library
+from octavo.kernels.ops import ClampedForm
 
 PANEL = 32  # columns of a packed panel
 
@@ -23,7 +24,14 @@ class NativeExperts:
     __slots__ = ("_code", "_dtype", "_library", "_shape", "_weights")
 
     def __init__(
-        self, library: Library, code: int, gate_up: Tensor, down: Tensor, *, dtype: torch.dtype
+        self,
+        library: Library,
+        code: int,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        dtype: torch.dtype,
+        form: ClampedForm | None = None,
     ) -> None:
         """gate_up [E, 2 * I, H], down [E, H, I]; `code` is that of the weights' type."""
         count, hidden, width = down.shape
@@ -37,10 +45,19 @@ class NativeExperts:
         for expert in range(count):
             self._pack(in_turns(gate_up[expert].to(dtype)), upper[expert * first :])
             self._pack(down[expert].to(dtype).contiguous(), lower[expert * second :])
-        self._weights = (upper, lower)  # keeps the memory
         self._shape = ExpertShape(
             count, hidden, width, 0, upper.data_ptr(), lower.data_ptr(), first, second
         )
+        biases: tuple[Tensor, ...] = ()
+        if form is not None:
+            sides = form.gate_up_bias.to(dtype).view(2 * count, width)
+            biases = (
+                functional.pad(sides, (0, -width % PANEL)).contiguous(),
+                form.down_bias.to(dtype).contiguous(),
+            )
+            self._shape.gate_up_bias, self._shape.down_bias = (one.data_ptr() for one in biases)
+            self._shape.alpha, self._shape.limit = form.alpha, form.limit
+        self._weights = (upper, lower, *biases)  # keeps the memory
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], experts i64[T, k], weights f32[T, k] -> [T, H]."""

@@ -17,7 +17,7 @@ from octavo.kernels.cpu.binding import DTYPES, INT8_WEIGHTS, Library
 from octavo.kernels.cpu.experts import NativeExperts
 from octavo.kernels.cpu.stack import NativeStack
 from octavo.kernels.formats import Grouped
-from octavo.kernels.ops import ExpertProduct, Ops, PackedWeight, SampleRows
+from octavo.kernels.ops import ClampedForm, ExpertProduct, Ops, PackedWeight, SampleRows
 from octavo.kernels.stack import StackModel
 
 LAYOUT = "panels32"
@@ -65,6 +65,7 @@ class NativeOps:
             stack=self.stack,
             pack_grouped=self.pack_grouped if self._int4 else None,
             experts=self.experts,
+            clamped_experts=self.experts,
         )
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -247,9 +248,13 @@ class NativeOps:
         )
         return out
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
+    def experts(
+        self, gate_up: Tensor, down: Tensor, form: ClampedForm | None = None
+    ) -> ExpertProduct:
         """The product of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I]."""
-        return NativeExperts(self.library, self._weights, gate_up, down, dtype=self._dtype)
+        return NativeExperts(
+            self.library, self._weights, gate_up, down, dtype=self._dtype, form=form
+        )
 
     def stack(self, model: StackModel) -> NativeStack | str:
         """A runner of the whole model, or the reason why it cannot be one."""

@@ -79,6 +79,24 @@ static inline void silu_mul_sums(const float* gate, const float* up,
   }
 }
 
+// Likewise with a bounded gate: (up + 1) * gate * sigmoid(alpha * gate), of which gate is held to at
+// most `limit` and up to at most as much on either side.
+template <class D>
+static inline void clamped_mul_sums(const float* gate, const float* up,
+                                    const typename D::T* gate_bias, const typename D::T* up_bias,
+                                    typename D::T* out, int size, float alpha, float limit) {
+  const V16 most = _mm512_set1_ps(limit), least = _mm512_set1_ps(-limit);
+  const V16 one = _mm512_set1_ps(1.0f), steep = _mm512_set1_ps(alpha);
+  for (int i = 0; i < size; i += 16) {
+    const __mmask16 m = tail_mask(size - i);
+    // The order of operands keeps NaN.
+    const V16 g = _mm512_min_ps(most, D::round(result16<D>(gate, gate_bias, i, m)));
+    const V16 u = _mm512_max_ps(least, _mm512_min_ps(most, D::round(result16<D>(up, up_bias, i, m))));
+    const V16 gated = gate16(g, _mm512_mul_ps(steep, g));
+    D::store(out + i, _mm512_mul_ps(gated, _mm512_add_ps(u, one)), m);
+  }
+}
+
 // to += sums, likewise.
 template <class D>
 static inline void add_sums(const float* sums, const typename D::T* bias, typename D::T* to,

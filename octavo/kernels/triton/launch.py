@@ -4,15 +4,18 @@ Programmatic dependent launch (PDL, CUDA programming guide, compute capability 9
 start while the one before it still runs. Every kernel of this folder that takes part says
 `gdc_launch_dependents` first and `gdc_wait` before it reads or writes anything that another kernel
 touches, whether it needs the data or not: the wait of one kernel vouches for all before it.
-Not for: kernels.
+Also launches that spare the host the JIT's look at every argument. Not for: kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +49,45 @@ def power_of_2(value: int) -> int:
 def divide_up(value: int, size: int) -> int:
     """value / size, rounded up."""
     return -(-value // size)
+
+
+class Repeated:
+    """Launches of one kernel of which nothing changes but programs and some integers.
+
+    The JIT looks at every argument of every launch, which for twenty of them takes the host longer
+    than the kernel takes the GPU. Here the first launch goes through it, and the later ones give
+    the compiled kernel addresses and integers as they are.
+    """
+
+    __slots__ = ("_constants", "_direct", "_kernel", "_tensors")
+
+    def __init__(self, kernel: Any, tensors: tuple[Tensor, ...], *constants: int) -> None:
+        """The kernel takes `tensors`, which stay where they are, then integers that it does not
+        specialize, then `constants`.
+        """
+        self._kernel = kernel
+        self._tensors = tensors
+        self._constants = constants
+        self._direct: Callable[..., None] | None = None
+
+    def __call__(self, programs: int, *numbers: int) -> None:
+        """Launches so many programs with these integers."""
+        if self._direct is not None:
+            self._direct(programs, numbers)
+            return
+        compiled = self._kernel[(programs,)](*self._tensors, *numbers, *self._constants)
+        # None: the interpreter's, or one that is only being compiled.
+        if compiled is not None and self._tensors[0].is_cuda:
+            self._direct = self._made(compiled)
+
+    def _made(self, compiled: Any) -> Callable[..., None]:
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
+        constants, device = self._constants, self._tensors[0].device
+
+        def launch(programs: int, numbers: tuple[int, ...]) -> None:
+            stream = torch.cuda.current_stream(device).cuda_stream
+            more = (*addresses, *numbers, *constants)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *more)
+
+        return launch

@@ -21,7 +21,7 @@ from octavo.kernels.slots import (
     SlotTensors,
     StepTensors,
 )
-from octavo.kernels.triton.launch import pdl
+from octavo.kernels.triton.launch import Repeated, divide_up, pdl
 
 TURN = 256  # tokens or blocks of one turn of a program
 ENTRIES = 128  # of a list that one program works off
@@ -184,33 +184,64 @@ def note_kernel(
     tl.store(last_token_ptr + slot, token, mask=inside)
 
 
-def update(step: StepTensors, slots: SlotTensors, layout: Layout) -> None:
-    """See SlotOps."""
-    count = max(layout.changes, layout.admits)
-    if count == 0:
-        return
-    update_kernel[(triton.cdiv(count, ENTRIES),)](
+class Launches:
+    """`update` and `place` of one set of tensors; see SlotOps."""
+
+    def __init__(self) -> None:
+        self._update: Repeated | None = None
+        self._place: Repeated | None = None
+
+    def update(self, step: StepTensors, slots: SlotTensors, layout: Layout) -> None:
+        """See SlotOps."""
+        count = max(layout.changes, layout.admits)
+        if count == 0:
+            return
+        if self._update is None:
+            self._update = _update_of(step, slots)
+        self._update(
+            divide_up(count, ENTRIES),
+            layout.changes,
+            layout.admits,
+            layout.changes_at,
+            layout.admits_at,
+        )
+
+    def place(
+        self,
+        step: StepTensors,
+        slots: SlotTensors,
+        layout: Layout,
+        paging: Paging,
+        size: tuple[int, int],
+    ) -> None:
+        """See SlotOps. The size of blocks is that of the first call."""
+        if self._place is None:
+            self._place = _place_of(step, slots, paging.block_size)
+        self._place(
+            size[0],
+            layout.rows,
+            layout.sampled,
+            layout.tokens,
+            *size,
+            paging.scratch,
+            paging.width,
+        )
+
+
+def _update_of(step: StepTensors, slots: SlotTensors) -> Repeated:
+    tensors = (
         step.packed,
         slots.blocks,
         slots.last_token,
         slots.settings,
         slots.seed.view(torch.int32),
-        layout.changes,
-        layout.admits,
-        layout.changes_at,
-        layout.admits_at,
-        slots.settings.shape[1],
-        slots.blocks.shape[1],
-        ADMIT=ADMIT_WORDS,
-        BLOCK=ENTRIES,
     )
+    sizes = (slots.settings.shape[1], slots.blocks.shape[1])
+    return Repeated(update_kernel, tensors, *sizes, ADMIT_WORDS, ENTRIES)
 
 
-def place(
-    step: StepTensors, slots: SlotTensors, layout: Layout, paging: Paging, size: tuple[int, int]
-) -> None:
-    """See SlotOps."""
-    place_kernel[(size[0],)](
+def _place_of(step: StepTensors, slots: SlotTensors, block_size: int) -> Repeated:
+    tensors = (
         step.packed,
         slots.blocks,
         slots.last_token,
@@ -228,18 +259,9 @@ def place(
         step.seed,
         step.position,
         step.out,
-        layout.rows,
-        layout.sampled,
-        layout.tokens,
-        *size,
-        paging.scratch,
-        paging.width,
-        slots.settings.shape[1],
-        step.kv_lens.shape[0],
-        slots.blocks.shape[1],
-        P=paging.block_size,
-        TURN=TURN,
     )
+    sizes = (slots.settings.shape[1], step.kv_lens.shape[0], slots.blocks.shape[1])
+    return Repeated(place_kernel, tensors, *sizes, block_size, TURN)
 
 
 def check(logits: Tensor, step: StepTensors) -> None:
@@ -264,4 +286,7 @@ def note(tokens: Tensor, step: StepTensors, slots: SlotTensors) -> None:
     )
 
 
-TRITON = SlotOps(update=update, place=place, check=check, note=note)
+def triton_slots() -> SlotOps:
+    """The table for one set of `StepTensors` and `SlotTensors`, whichever its first call names."""
+    own = Launches()
+    return SlotOps(update=own.update, place=own.place, check=check, note=note)

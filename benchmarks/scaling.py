@@ -89,6 +89,7 @@ MODELS = (
 GRIDS = ((1, 1, 1), (8, 1, 1), (8, 4, 1), (8, 1, 4))  # tensor, stages, copies
 ROWS = (1, 64, 512)  # of all copies together
 CONTEXT = 2048
+HEADS = ("rows", "bytes", "all-reduce", "launches", "host", "gap", "tok/s")
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,8 @@ def line(model: Model, grid: tuple[int, int, int], rows: int) -> str:
 
 
 def main() -> None:
-    print(
-        "| model | GPUs = TP x PP x DP | rows | bytes | all-reduce | launches | host | gap | tok/s |"
-    )
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(f"| {' | '.join(('model', 'GPUs = TP x PP x DP', *HEADS))} |")
+    print(f"| --- | --- |{' ---: |' * len(HEADS)}")
     for model in MODELS:
         for grid in GRIDS:
             for rows in ROWS:

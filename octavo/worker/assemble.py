@@ -145,6 +145,7 @@ def choose(
         threads=device.threads,
         device=device.name,
         int8=config.quantization == INT8,
+        int4=config.quantization == INT4,
         copies=copies,
     )
     need = attention_need(

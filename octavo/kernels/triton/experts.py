@@ -307,10 +307,12 @@ def sum_kernel(
     parts_ptr,  # [A, H] by place
     place_ptr,  # i32[A]
     weights_ptr,  # f32[A] by place, read if WEIGHED
+    base_ptr,  # [T, H], read if BASE
     out_ptr,  # [T, H]
     H: tl.constexpr,
     PAIRS: tl.constexpr,  # of a token
     BLOCK: tl.constexpr,
+    BASE: tl.constexpr,
     WEIGHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -328,11 +330,18 @@ def sum_kernel(
         if WEIGHED:
             part *= tl.load(weights_ptr + place)
         total += part
+    if BASE:
+        total += tl.load(base_ptr + token * H + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * H + column, total, mask=inside)
 
 
-def sum_of(parts: Tensor, found: Sorted, *, weighed: bool = False) -> Tensor:
-    """Parts [A, H] by place -> [T, H], each token's summed; `weighed`: times their weights."""
+def sum_of(
+    parts: Tensor, found: Sorted, base: Tensor | None = None, *, weighed: bool = False
+) -> Tensor:
+    """Parts [A, H] by place -> [T, H], each token's summed, plus `base` [T, H].
+
+    `weighed`: they are still to be multiplied by the pairs' weights.
+    """
     size = parts.shape[1]
     out = parts.new_empty(found.tokens, size)
     block = min(1024, power_of_2(size))
@@ -340,10 +349,12 @@ def sum_of(parts: Tensor, found: Sorted, *, weighed: bool = False) -> Tensor:
         parts,
         found.place,
         found.weights,
+        parts if base is None else base,
         out,
         H=size,
         PAIRS=found.pairs_a_token,
         BLOCK=block,
+        BASE=base is not None,
         WEIGHED=weighed,
         num_warps=4,
         **pdl(parts.device),

@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "quant-check": ("octavo.cli.check", "measure what quantized weights cost in accuracy"),
     "kv-check": ("octavo.cli.check", "measure what a smaller KV cache costs in accuracy"),
     "plan": ("octavo.cli.plan", "say if a model fits and what it holds, before it is loaded"),
+    "lint": ("octavo.cli.lint", "find flaws in manifests, commands, dashboards and specs"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

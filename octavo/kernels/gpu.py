@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels import gpu_products as products
 from octavo.kernels import gpu_quantized as quantized
+from octavo.kernels.cublaslt import products_of
 from octavo.kernels.experts import GroupedExperts
 from octavo.kernels.gpu_quantized import pack_fp8, pack_grouped
 from octavo.kernels.ops import Ops, PackedWeight
@@ -60,6 +61,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device, *, copies: bool = False
         linear_silu=linear_silu,
         pack_grouped=partial(pack_grouped, dtype=dtype, copy=copies) if small else None,
         pack_fp8=partial(pack_fp8, dtype=dtype) if small and capability >= (8, 9) else None,
+        tune=products_of(device).learn if small else None,
         experts=lambda gate_up, down: GroupedExperts(silu_mul, gate_up, down),
     )
 

@@ -84,7 +84,7 @@ def _load_seen(
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "splits", "table_stride"],
+    do_not_specialize=["num_items", "splits", "still", "table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
 )
 def decode_kernel(
@@ -116,6 +116,7 @@ def decode_kernel(
     table_stride,
     num_items,  # W
     splits,  # S; 1 is the single form
+    still,  # 0
     Q: tl.constexpr,
     G: tl.constexpr,  # query heads a key head
     GP: tl.constexpr,  # G rounded up to a power of 2, 16 at least
@@ -178,10 +179,10 @@ def decode_kernel(
         own_heads = head * G + tl.minimum(g, G - 1)
         q = turned(q_ptr, own_heads, now, q_norm_ptr, turns_ptr, eps, D, DP, NORM, ROPE)
         q = tl.where((g < G)[:, None], q, tl.zeros_like(q))
-    else:
-        q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    if WIDE:
-        q = q.to(tl.float16)
+        if WIDE:
+            q = q.to(tl.float16)
+    # The first page is asked for together with the length: the loop finds it in the cache.
+    high = tl.where(tl.load(row_table + tl.minimum(low, length) // P) < 0, low, high)
     best = tl.full([GP], LOWEST, tl.float32)
     total = tl.zeros([GP], tl.float32)
     if SINKS and not LIST:  # noqa: SIM102 - the one is known when compiled, the other is not
@@ -201,6 +202,11 @@ def decode_kernel(
         seen = visible
         if WINDOW > 0:
             visible = visible & (position >= begin)
+        if not NEWEST:
+            # Here, so that it comes with the first keys and nobody waits for it before.
+            q = tl.load(q_ptr + at + start * still, mask=inside, other=0.0)
+            if WIDE:
+                q = q.to(tl.float16)
         k = _load_seen(key_ptr, offsets, seen, D, DP, MASKED)
         if PAIRS:
             v = _load_seen(value_ptr, offsets // 2, seen, D // 2, DP // 2, MASKED)
@@ -324,6 +330,7 @@ def decode(
         table.stride(0),
         num_items,
         max(1, pieces.splits),
+        0,
         Q=num_heads,
         G=group,
         GP=max(16, power_of_2(group)),

@@ -45,6 +45,7 @@ from octavo.kernels.triton.launch import pdl, power_of_2
 from octavo.kernels.triton.rotary import scaled
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+LATE, EARLY = True, True
 SPLIT_CHUNK = 8  # pieces that are merged at once
 MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
 
@@ -138,7 +139,7 @@ def decode_kernel(
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     SCALED: tl.constexpr,
-    PDL: tl.constexpr,
+    LATE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
     if PDL:
@@ -181,8 +182,12 @@ def decode_kernel(
         q = tl.where((g < G)[:, None], q, tl.zeros_like(q))
         if WIDE:
             q = q.to(tl.float16)
+    elif not LATE:
+        q = tl.load(q_ptr + at, mask=inside, other=0.0)
+        if WIDE:
+            q = q.to(tl.float16)
     # The first page is asked for together with the length: the loop finds it in the cache.
-    high = tl.where(tl.load(row_table + tl.minimum(low, length) // P) < 0, low, high)
+    if EARLY: high = tl.where(tl.load(row_table + tl.minimum(low, length) // P) < 0, low, high)
     best = tl.full([GP], LOWEST, tl.float32)
     total = tl.zeros([GP], tl.float32)
     if SINKS and not LIST:  # noqa: SIM102 - the one is known when compiled, the other is not
@@ -202,7 +207,7 @@ def decode_kernel(
         seen = visible
         if WINDOW > 0:
             visible = visible & (position >= begin)
-        if not NEWEST:
+        if not NEWEST and LATE:
             # Here, so that it comes with the first keys and nobody waits for it before.
             q = tl.load(q_ptr + at + start * still, mask=inside, other=0.0)
             if WIDE:
@@ -348,7 +353,7 @@ def decode(
         E4M3=keys.dtype == torch.float8_e4m3fn,
         CHUNK=SPLIT_CHUNK,
         HEADS=min(MERGED_HEADS, power_of_2(group)),
-        NEWEST=newest is not None,
+        LATE=LATE, EARLY=EARLY, NEWEST=newest is not None,
         NORM=new.query_norm is not None,
         ROPE=new.cos_sin is not None,
         SCALED=(new.key_scale, new.value_scale) != (1.0, 1.0),

@@ -45,7 +45,6 @@ from octavo.kernels.triton.launch import pdl, power_of_2
 from octavo.kernels.triton.rotary import scaled
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-LATE, EARLY = True, True
 SPLIT_CHUNK = 8  # pieces that are merged at once
 MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
 
@@ -85,7 +84,7 @@ def _load_seen(
 
 
 @triton.jit(
-    do_not_specialize=["num_items", "splits", "still", "table_stride"],
+    do_not_specialize=["num_items", "splits", "table_stride"],
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
 )
 def decode_kernel(
@@ -117,7 +116,6 @@ def decode_kernel(
     table_stride,
     num_items,  # W
     splits,  # S; 1 is the single form
-    still,  # 0
     Q: tl.constexpr,
     G: tl.constexpr,  # query heads a key head
     GP: tl.constexpr,  # G rounded up to a power of 2, 16 at least
@@ -139,7 +137,7 @@ def decode_kernel(
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     SCALED: tl.constexpr,
-    LATE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
     if PDL:
@@ -180,14 +178,10 @@ def decode_kernel(
         own_heads = head * G + tl.minimum(g, G - 1)
         q = turned(q_ptr, own_heads, now, q_norm_ptr, turns_ptr, eps, D, DP, NORM, ROPE)
         q = tl.where((g < G)[:, None], q, tl.zeros_like(q))
-        if WIDE:
-            q = q.to(tl.float16)
-    elif not LATE:
+    else:
         q = tl.load(q_ptr + at, mask=inside, other=0.0)
-        if WIDE:
-            q = q.to(tl.float16)
-    # The first page is asked for together with the length: the loop finds it in the cache.
-    if EARLY: high = tl.where(tl.load(row_table + tl.minimum(low, length) // P) < 0, low, high)
+    if WIDE:
+        q = q.to(tl.float16)
     best = tl.full([GP], LOWEST, tl.float32)
     total = tl.zeros([GP], tl.float32)
     if SINKS and not LIST:  # noqa: SIM102 - the one is known when compiled, the other is not
@@ -207,11 +201,6 @@ def decode_kernel(
         seen = visible
         if WINDOW > 0:
             visible = visible & (position >= begin)
-        if not NEWEST and LATE:
-            # Here, so that it comes with the first keys and nobody waits for it before.
-            q = tl.load(q_ptr + at + start * still, mask=inside, other=0.0)
-            if WIDE:
-                q = q.to(tl.float16)
         k = _load_seen(key_ptr, offsets, seen, D, DP, MASKED)
         if PAIRS:
             v = _load_seen(value_ptr, offsets // 2, seen, D // 2, DP // 2, MASKED)
@@ -335,7 +324,6 @@ def decode(
         table.stride(0),
         num_items,
         max(1, pieces.splits),
-        0,
         Q=num_heads,
         G=group,
         GP=max(16, power_of_2(group)),
@@ -353,7 +341,7 @@ def decode(
         E4M3=keys.dtype == torch.float8_e4m3fn,
         CHUNK=SPLIT_CHUNK,
         HEADS=min(MERGED_HEADS, power_of_2(group)),
-        LATE=LATE, EARLY=EARLY, NEWEST=newest is not None,
+        NEWEST=newest is not None,
         NORM=new.query_norm is not None,
         ROPE=new.cos_sin is not None,
         SCALED=(new.key_scale, new.value_scale) != (1.0, 1.0),

@@ -55,6 +55,8 @@ def fake_core(rate: float, logprobs: int, context: int) -> int:
 class FakeCore:
     """Stands where an `EngineCore` stands: one random token a sequence at each tick."""
 
+    allowance = 0.0
+
     def __init__(self, rate: float, logprobs: int) -> None:
         self._period = 1 / rate
         self._logprobs = logprobs

@@ -74,7 +74,7 @@ class TritonAttention:
 
     def supports(self, need: AttentionNeed) -> str | None:
         """Heads of 16 to 256 in steps of 16, pages of 16 to 128, f32, bf16, f16 and FP8 caches."""
-        reason = _device_reason(need)
+        reason = device_reason(need)
         if reason:
             return reason
         if need.dtype not in DTYPES:
@@ -309,7 +309,7 @@ class TritonAttention:
         return need, shape
 
 
-def _device_reason(need: AttentionNeed) -> str | None:
+def device_reason(need: AttentionNeed) -> str | None:
     """Why the kernels cannot run on the need's device."""
     if not need.device.startswith("cuda"):
         if triton.knobs.runtime.interpret:

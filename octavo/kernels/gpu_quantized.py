@@ -23,6 +23,7 @@ from octavo.kernels.triton.activation import silu_mul
 
 W4, FP8 = "w4", "fp8"
 UNIT = 16  # what the library needs rows and columns of 8-bit floats to be multiples of
+FEW_WITH_COPY = 16  # rows up to which 4 bits are faster than a plain copy
 FEWEST_BLOCKS = 4  # rows of a product with scales of blocks, in the library
 
 
@@ -85,7 +86,7 @@ def linear(
     words = w4a16.Words(weight.data, meta, weight.columns // meta.shape[1])
     if x.shape[0] == 1:
         return w4a16.w4_row(x, words, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
-    if x.shape[0] <= w4a16.MAX_ROWS:
+    if x.shape[0] <= (FEW_WITH_COPY if plain.numel() else w4a16.MAX_ROWS):
         return w4a16.w4_rows(x, words, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     data = plain if plain.numel() else w4a16.w4_plain(words, weight.dtype)
     return products.plain(x, data, bias, out_dtype)
@@ -104,6 +105,10 @@ def linear_silu(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 def _fp8(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     scale, static, library = weight.extra
     blocked = scale.dim() == 2
+    if static.numel() and x.shape[0] <= fp8.FEW:  # rounded by the product itself
+        return fp8.fp8_rows(  # type: ignore[no-any-return]
+            x, static, weight.data, scale, bias, out_dtype=out_dtype
+        )
     if blocked:
         rounded, x_scale = fp8.quantize_blocks(x)
     else:

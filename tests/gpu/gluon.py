@@ -210,6 +210,7 @@ def language(launched: Callable[[], Kernel]) -> dict[str, Any]:
         "num_programs": lambda axis: torch.tensor(launched().grid[axis]),
         "cdiv": lambda value, size: -(-value // size),
         "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         "arange": lambda first, end, _: torch.arange(first, end),
         "zeros": lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
         "convert_layout": lambda value, _: value,

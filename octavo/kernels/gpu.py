@@ -8,6 +8,7 @@ Not for: attention (`octavo/attention/triton.py`) or graphs. Next file: `gpu_pro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -40,7 +41,11 @@ def triton_ops(dtype: torch.dtype, device: torch.device, *, copies: bool = False
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: 8.0 or later is needed"
-    return table_of(dtype, capability, copies=copies)
+    table = table_of(dtype, capability, copies=copies)
+    if dtype.itemsize != 2:
+        return table
+    where = torch.empty(0, device=device).device  # with its number, as that of all tensors
+    return replace(table, tune=products_of(where).learn)
 
 
 def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = False) -> Ops:
@@ -67,7 +72,6 @@ def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = 
         linear_silu=linear_silu,
         pack_grouped=partial(pack_grouped, dtype=dtype, copy=copies) if small else None,
         pack_fp8=partial(pack_fp8, dtype=dtype) if small and capability >= (8, 9) else None,
-        tune=products_of(device).learn if small else None,
         experts=TritonExperts,
         route=route,
     )

@@ -1,4 +1,4 @@
-"""`octavo render`: a checked deployment out of one spec. Not for: the files (`octavo/platform/`)."""
+"""`octavo render`: a checked deployment out of a spec. Not for: the files (`octavo/platform/`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects of a deployment: namespace, settings, claim, engine, Services, budgets, policies, scaling.
+"""Objects of a deployment: namespace, settings, claim, engine, Services, budgets, scaling.
 
 Not for: the gateway (`gateway_objects.py`), monitoring (`monitoring.py`), writing files
 (`render.py`). Next file: `ray_objects.py`.

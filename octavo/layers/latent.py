@@ -67,7 +67,7 @@ class Absorbed:
     `factors` exist after `finish`.
     """
 
-    __slots__ = ("_latent", "_parameters", "factors")
+    __slots__ = ("_apart", "_latent", "_parameters", "factors")
 
     factors: LatentFactors
 
@@ -84,6 +84,7 @@ class Absorbed:
             in_dim=1,
             in_full=latent.rank,
         )
+        self._apart = build.ops.apart
         self._latent = latent
         self._parameters = Parameters({"weight": spec})
 
@@ -101,7 +102,12 @@ class Absorbed:
         weight = self._parameters.take()["weight"]
         heads = weight.view(-1, latent.plain_dim + latent.value_dim, latent.rank)
         keys, values = torch.split(heads, [latent.plain_dim, latent.value_dim], dim=1)
-        self.factors = LatentFactors(keys.contiguous(), values.transpose(1, 2).contiguous())
+        self.factors = LatentFactors(
+            keys.contiguous(),
+            values.transpose(1, 2).contiguous(),
+            self._apart(keys.transpose(1, 2)) if self._apart else None,
+            self._apart(values) if self._apart else None,
+        )
 
 
 class LatentAttention:

@@ -21,7 +21,7 @@ from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import latent as kernels
 from octavo.kernels.triton import latent_attention as attention
 from octavo.kernels.triton import latent_expanded as expanded
-from octavo.kernels.triton.attention_decode import Pieces, list_pieces
+from octavo.kernels.triton.attention_pieces import Pieces, list_pieces
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count
 from octavo.kernels.triton.launch import gpu_of
 

@@ -15,7 +15,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 pytest.importorskip("triton")
 
 from octavo.kernels.triton import latent, latent_attention, latent_expanded
-from octavo.kernels.triton.attention_decode import Pieces, list_pieces
+from octavo.kernels.triton.attention_pieces import Pieces, list_pieces
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count
 from octavo.kernels.triton.latent_attention import LatentTile
 

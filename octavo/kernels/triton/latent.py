@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.attention_decode import Pieces
 from octavo.kernels.triton.attention_math import LOWEST
+from octavo.kernels.triton.attention_pieces import Pieces
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
 from octavo.kernels.triton.rotary import clear_after
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton.attention_decode import FP8, LIST_CHUNK, Pieces, merge_kernel
+from octavo.kernels.triton.attention_decode import FP8
 from octavo.kernels.triton.attention_math import LOG2_E, LOWEST
+from octavo.kernels.triton.attention_pieces import LIST_CHUNK, Pieces, merge_kernel
 from octavo.kernels.triton.attention_varlen import Queries
 from octavo.kernels.triton.launch import divide_up, gpu_of, pdl, power_of_2
 

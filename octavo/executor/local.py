@@ -7,6 +7,7 @@ Not for: other processes or machines. Next file: `worker/worker.py`.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from time import perf_counter
@@ -88,6 +89,13 @@ class LocalExecutor:
             self._worker.trim()
             self._failed_epoch, self._failure = plan.epoch, error
             return FailedHandle(error)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Lays out the plan's inputs; what fails will fail again in `submit`."""
+        if self._worker is None or self._failure is not None:
+            return
+        with contextlib.suppress(Exception):
+            self._worker.prepare(plan)
 
     def control(self, op: str, **args: str) -> dict[str, str]:
         """Operations of the worker; see `Worker.control`."""

@@ -55,6 +55,8 @@ def fake_core(rate: float, logprobs: int, context: int) -> int:
 class FakeCore:
     """Stands where an `EngineCore` stands: one random token a sequence at each tick."""
 
+    allowance = 0.0
+
     def __init__(self, rate: float, logprobs: int) -> None:
         self._period = 1 / rate
         self._logprobs = logprobs
@@ -71,6 +73,12 @@ class FakeCore:
 
     def control(self, op: str, args) -> dict[str, str]:
         return {}
+
+    def check(self) -> None:
+        """Nothing can be lost."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def has_work(self) -> bool:
         return bool(self._left)

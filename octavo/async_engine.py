@@ -21,6 +21,7 @@ from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs
 from octavo.outputs import RequestOutput
 from octavo.prompts import PromptType, check_length, encode_prompt
+from octavo.replicas import Replicas, supervise
 from octavo.sampling_params import SamplingParams
 from octavo.supervisor import Supervisor
 from octavo.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ class AsyncLLMEngine:
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self._frontend = Frontend.open(args)
-        self._supervisor: Supervisor | None = None
+        self._supervisor: Supervisor | Replicas | None = None
         self._engine: TextEngine | None = None
         self._starting = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first request
@@ -197,12 +198,8 @@ class AsyncLLMEngine:
             self._args.model,
             max_model_len=self._frontend.longest or 1,
         )
-        self._supervisor = Supervisor(
-            self._frontend.worker,
-            self._frontend.scheduler,
-            on_stats=metrics.step,
-            on_death=metrics.core_died,
-        )
+        replicas = self._args.data_parallel_size
+        self._supervisor = supervise(self._frontend, metrics, replicas)
         await self._supervisor.start()
         try:
             await self._supervisor.ready()
@@ -215,7 +212,7 @@ class AsyncLLMEngine:
             chat_template=self._frontend.chat_template,
             model_names=(self._args.model,),
             max_logprobs=self._args.max_logprobs,
-            admission=Admission(self._frontend.scheduler.max_num_seqs, UNLIMITED),
+            admission=Admission(replicas * self._frontend.scheduler.max_num_seqs, UNLIMITED),
             metrics=metrics,
             generation_defaults=self._frontend.sampling_defaults,
             settings=[(n, str(v), s) for n, v, s in self._args.effective()],

@@ -51,6 +51,7 @@ class ParallelConfig:
     backend: Backend = "uni"
     ray_address: str | None = None  # of a running cluster; None: one on this machine
     placement_seconds: float = 60.0  # in which the cluster must have room
+    replicas: int = 1  # of the whole, on this machine too
 
     @property
     def size(self) -> int:

@@ -81,6 +81,12 @@ def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Exec
         return LocalExecutor(worker, report=report)
     check_division(worker)
     from octavo.executor.remote import RemoteExecutor
+
+    if worker.parallel.backend == "ray":
+        from octavo.executor.ray import RayCrew
+
+        actors = RayCrew(worker.parallel, worker.device, worker.threads)
+        return RemoteExecutor(worker, actors, report=report)
     from octavo.executor.spawn import LocalCrew
 
     crew = LocalCrew(worker.parallel, folder)

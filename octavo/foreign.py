@@ -162,7 +162,7 @@ FLAGS: Final[Mapping[str, str]] = {
 _NO_SLEEP = "an engine cannot sleep yet; stop the server and start it anew"
 _NO_PAUSE = "generation cannot be paused; hold requests back in front of the server"
 _NO_ADAPTERS = "LoRA adapters are not built yet"
-_NO_POOLING = "this server does not rank or classify; use /v1/embeddings and compare"
+_NO_POOLING = "this server does not classify; use /v1/embeddings, /v1/score or /v1/rerank"
 _NO_AUDIO = "prompts are text only"
 _NO_TRAINER = "weights are not changed while they are served; start the server anew"
 ROUTES: Final[Mapping[str, str]] = {
@@ -170,10 +170,7 @@ ROUTES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/pause", "/resume", "/is_paused"), _NO_PAUSE),
     "/abort_requests": "close the connection of a request to end it",
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _NO_ADAPTERS),
-    **dict.fromkeys(
-        ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
-        _NO_POOLING,
-    ),
+    **dict.fromkeys(("/pooling", "/classify"), _NO_POOLING),
     **dict.fromkeys(
         ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _NO_AUDIO
     ),

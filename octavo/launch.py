@@ -29,6 +29,7 @@ from octavo.frontend import Frontend
 from octavo.hub import ApiSettings
 from octavo.obs.metrics import Metrics
 from octavo.options import EngineArgs, ServerArgs
+from octavo.replicas import Replicas, supervise
 from octavo.resolve import is_in_core, notes
 from octavo.server.app import create_app
 from octavo.server.kept import KeepLimits
@@ -77,6 +78,12 @@ def serve(
                 "seed",
             )
         engine_args.check()
+        if several and engine_args.data_parallel_size > 1:
+            raise ConfigError(
+                f"{engine_args.label('data_parallel_size')}: several engines have one API process; "
+                "leave --api-server-count out.",
+                "data_parallel_size",
+            )
         core = CoreProcess(program, prepares=is_in_core(engine_args))
         try:
             frontend = Frontend.open(engine_args, chat_template=server_args.chat_template)
@@ -92,13 +99,8 @@ def serve(
 async def _serve(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
     stop, hurry = _signals()
     metrics = metrics_of(launch, frontend)
-    supervisor = Supervisor(
-        frontend.worker,
-        frontend.scheduler,
-        on_stats=metrics.step,
-        on_death=metrics.core_died,
-        program=launch.program,
-        process=core,
+    supervisor = supervise(
+        frontend, metrics, launch.engine.data_parallel_size, program=launch.program, process=core
     )
     await supervisor.start()
     try:
@@ -107,14 +109,17 @@ async def _serve(launch: Launch, frontend: Frontend, core: CoreProcess) -> int:
         closing = asyncio.Event()
         http = asyncio.create_task(listen(app, launch.server, closing))
         ready = asyncio.create_task(_announce(launch, supervisor, metrics))
-        watch = asyncio.create_task(watch_stalls(supervisor, launch.server.stall_limit))
+        watches = [
+            asyncio.create_task(watch_stalls(one, launch.server.stall_limit))
+            for one in supervisor.supervisors
+        ]
         try:
             async with long_texts(frontend.tokenizer):
                 return await _until_end(launch, engine, supervisor, http, stop=stop, hurry=hurry)
         finally:
             closing.set()
-            ready.cancel()
-            watch.cancel()
+            for task in (ready, *watches):
+                task.cancel()
             with contextlib.suppress(OctavoError):
                 await http
     finally:
@@ -182,7 +187,7 @@ async def _until_fleet_ends(
 async def _until_end(
     launch: Launch,
     engine: TextEngine,
-    supervisor: Supervisor,
+    supervisor: Supervisor | Replicas,
     http: asyncio.Task[None],
     *,
     stop: asyncio.Event,
@@ -238,7 +243,7 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     return stop, hurry
 
 
-async def _announce(launch: Launch, supervisor: Supervisor, metrics: Metrics) -> None:
+async def _announce(launch: Launch, supervisor: Supervisor | Replicas, metrics: Metrics) -> None:
     """Says what was chosen and what the start took, once the model is there."""
     try:
         info = await supervisor.ready()
@@ -406,7 +411,7 @@ def text_engine_of(
     """
     args = launch.engine
     share = max(1, launch.server.api_server_count) if process else 1
-    running = -(-frontend.scheduler.max_num_seqs // share)
+    running = -(-frontend.scheduler.max_num_seqs * args.data_parallel_size // share)
     queued, queued_tokens = args.max_num_queued_reqs, args.max_num_queued_tokens
     seeded = "seed" in args.sources
     return TextEngine(

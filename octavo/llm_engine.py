@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.collect import OutputCollector
 from octavo.core import build_core
-from octavo.errors import InvalidRequest
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.expand import Scheduling, expand, request_seeds
 from octavo.foreign import LLM_ENGINE_ABSENT, absent_method, refuse_kwargs, refuse_lora
 from octavo.frontend import Frontend
@@ -58,6 +58,12 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs, *, chat_template: str | None = None) -> None:
         self.args = args
+        if args.data_parallel_size > 1:
+            raise ConfigError(
+                f"{args.label('data_parallel_size')}: this is one engine in the caller's process; "
+                "use `octavo serve` or AsyncLLMEngine for several, or 1.",
+                "data_parallel_size",
+            )
         self.frontend = Frontend.open(args, chat_template=chat_template, offline=True)
         self._core, self.info = build_core(
             self.frontend.worker, self.frontend.scheduler, report=lambda _: None

@@ -14,6 +14,7 @@ import difflib
 import importlib
 import json
 import os
+import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -252,10 +253,11 @@ class EngineArgs(Record):
     )
     data_parallel_size: int = option(
         1,
-        "copies of the engine in one server; 1 in this build",
+        "copies of the engine behind one server, each with its own devices; a request goes to the "
+        "one with the fewest tokens before it, where a prompt that its cache has counts as done",
         group="Execution",
-        only=(1,),
-        remedy=ONE_DEVICE,
+        minimum=1,
+        maximum=1024,
     )
     distributed_executor_backend: str | None = option(
         None,
@@ -638,6 +640,20 @@ def cache_dir(args: EngineArgs | None = None) -> Path:
 def visible_gpus() -> str | None:
     """What `CUDA_VISIBLE_DEVICES` says; None if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def prepare_ray(*, own: bool) -> bool:
+    """Sets what Ray reads of the environment when it is imported, unless it is set.
+
+    No reports of use leave the machine. A cluster that this process starts for its `own` use gets
+    token authentication, with a token of its own. False if a cluster is not protected so.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if own:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def client_key() -> str | None:

@@ -26,6 +26,8 @@ class TokensPrompt(TypedDict, total=False):
     prompt: str
 
 
+MOST = 10**15  # tokens that are spoken of in a message
+
 PromptType: TypeAlias = str | TextPrompt | TokensPrompt | list[int]
 
 
@@ -74,7 +76,7 @@ def check_length(count: int, max_model_len: int, max_tokens: int | None) -> None
     """Raises InvalidRequest if a prompt is empty or leaves no room for `max_tokens`."""
     if count == 0:
         raise InvalidRequest("prompt is empty; send at least one token.", "prompt")
-    wanted = 1 if max_tokens is None else max_tokens
+    wanted = 1 if max_tokens is None else min(max_tokens, MOST)  # to be shown in few digits
     if count + wanted > max_model_len:
         raise InvalidRequest(
             f"This model's maximum context length is {max_model_len} tokens. However, you "

@@ -26,7 +26,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
-    die_with_parent()
+    if "--follow" in sys.argv:
+        die_with_parent()
     from octavo.executor.serving import serve
 
     return serve(settings)

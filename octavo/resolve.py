@@ -102,6 +102,7 @@ def parallel_config(args: EngineArgs, device: str) -> ParallelConfig:
         pipeline=args.pipeline_parallel_size,
         backend=_backend(args, device, size),
         ray_address=args.ray_address,
+        replicas=args.data_parallel_size,
     )
 
 

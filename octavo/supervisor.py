@@ -139,6 +139,11 @@ class Supervisor:
         self.failure: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
 
     @property
+    def supervisors(self) -> list[Supervisor]:
+        """Itself: there is one core."""
+        return [self]
+
+    @property
     def restarting(self) -> bool:
         """True from the death of a core until the next one takes requests."""
         return self._has_served and not self.client.ready.is_set()

@@ -12,14 +12,14 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 from octavo.admission import Admission, Door
-from octavo.engine.client import EngineClient, Pulse
-from octavo.errors import Draining, EngineDead
+from octavo.engine.client import Listener, Pulse
+from octavo.errors import Draining, EngineDead, ServerError
 from octavo.expand import Scheduling, expand, request_seeds
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.request import Form
@@ -32,18 +32,41 @@ from octavo.sampling_params import SamplingParams
 from octavo.text.assembler import Assembler, Delta
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
-from octavo.types import AddRequest, SequenceOutput
+from octavo.types import AddRequest, SequenceOutput, WorkerInfo
 
 logger = logging.getLogger("octavo.text_engine")
 
 HEARTBEAT_GRACE = 2.0  # seconds without a heartbeat that are still no sign of a stall
 
 
+class ReadyEvent(Protocol):
+    """Set while requests are taken."""
+
+    def is_set(self) -> bool: ...
+
+
+class CoreClient(Protocol):
+    """One engine core, or several as one; see `EngineClient`."""
+
+    @property
+    def info(self) -> WorkerInfo | None: ...
+    @property
+    def pulse(self) -> Pulse: ...
+    @property
+    def dead(self) -> EngineDead | None: ...
+    @property
+    def ready(self) -> ReadyEvent: ...
+    def submit(self, requests: Sequence[AddRequest], listener: Listener) -> None: ...
+    def abort(self, ids: Sequence[str]) -> None: ...
+    async def control(self, op: str, **args: str) -> dict[str, str]: ...
+    def cut(self, error: ServerError) -> None: ...
+
+
 class CoreSource(Protocol):
     """Where the client of the running core is had; it changes when a core is restarted."""
 
     @property
-    def client(self) -> EngineClient: ...
+    def client(self) -> CoreClient: ...
     @property
     def restarting(self) -> bool: ...
 
@@ -114,7 +137,7 @@ class Answer:
     def __init__(
         self,
         engine: TextEngine,
-        client: EngineClient,
+        client: CoreClient,
         request_id: str,
         *,
         choices: dict[str, _Choice],

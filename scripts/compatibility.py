@@ -22,7 +22,13 @@ from octavo.options import EngineArgs, ServerArgs
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import ROUTES
 from octavo.server.openapi import BODIES
-from octavo.server.refusals import CHAT_REFUSED, COMPLETION_REFUSED, EMBEDDING_REFUSED, Refusals
+from octavo.server.refusals import (
+    CHAT_REFUSED,
+    COMPLETION_REFUSED,
+    EMBEDDING_REFUSED,
+    SCORE_REFUSED,
+    Refusals,
+)
 from octavo.server.responses import REFUSED as RESPONSES_REFUSED
 from octavo.server.triton import TRITON_REFUSED
 
@@ -32,6 +38,8 @@ REFUSED: dict[str, Refusals] = {
     "/v1/completions": COMPLETION_REFUSED,
     "/v1/embeddings": EMBEDDING_REFUSED,
     "/v1/responses": RESPONSES_REFUSED,
+    "/v1/score": SCORE_REFUSED,
+    "/v1/rerank": SCORE_REFUSED,
 }
 PYTHON = (
     ("LLM", LLM, foreign.LLM_ABSENT),
@@ -65,6 +73,8 @@ DIFFERS = (
     "A stream that breaks ends its request, unless the request has the header `X-Octavo-Resume` "
     "(seconds): then its events have ids, and `GET /v1/requests/{id}/stream`, or the same request "
     "again, with `Last-Event-ID` gives the rest.",
+    "`/v1/score` and `/v1/rerank` compare vectors of `/v1/embeddings` by their cosine, as for a "
+    "model that embeds; scores are what that model's vectors are worth.",
     "SIGTERM lets running requests end for `--shutdown-timeout` seconds, 30 by default.",
     "`owned_by` is `octavo`, and `system_fingerprint` names this version.",
     "`request_success` has the reason `timeout` and not `repetition`.",

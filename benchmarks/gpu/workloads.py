@@ -1,12 +1,15 @@
 """Runs the workloads of one GPU and prints peer, floor, ours and the ratio of each figure.
 
-    python benchmarks/gpu/workloads.py [--only A1,A2,B] [--json FILE] [--quick]
+    python benchmarks/gpu/workloads.py [--only A1,A3,B,E,M] [--json FILE] [--quick]
 
 Drives the engine core with token ids, without tokenizer or HTTP; weights are random. A1: 512
 requests of 100 to 1,024 tokens in and out, 8B shape in bf16, output tokens a second. A2: the same
 model, time to the first token of one request alone (3 warm-ups, the median of 10), and the time
 between steps in which every sequence of a batch gets a token (prompts of 448 tokens, 128 outputs,
 the second of two passes, the median). A3: as A1 with an FP8 cache. B: the 0.6B shape, 256 requests.
+E: the DeepSeek-V2-Lite shape, 256 requests of 512 tokens in and 256 out. M: steps of the
+Qwen3-30B-A3B shape. Floors of E's and M's steps are what their bytes take at a copy's rate, 4.27
+TB/s: weights, as many experts as uniform choices touch, and 512 tokens of cache a row.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN3_06B, requests_of
+from benchmarks.gpu.shapes import (
+    DEEPSEEK_V2_LITE,
+    LLAMA_8B,
+    QWEN3_06B,
+    QWEN3_30B_A3B,
+    Draw,
+    equal_requests,
+    requests_of,
+)
 from octavo.config import SchedulerConfig, WorkerConfig
 from octavo.core import build_core
 from octavo.engine.core import EngineCore
@@ -52,7 +63,14 @@ class Figure:
 class Engine:
     """A core with random weights, and requests put to it."""
 
-    def __init__(self, config: dict[str, object], *, max_model_len: int, cache: str = "auto"):
+    def __init__(
+        self,
+        config: dict[str, object],
+        *,
+        max_model_len: int,
+        cache: str = "auto",
+        sequences: int = SEQUENCES,
+    ) -> None:
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(config))
         worker = WorkerConfig(
@@ -62,17 +80,17 @@ class Engine:
             dtype="bfloat16",
             kv_cache_dtype=cache,
             max_model_len=max_model_len,
-            max_num_seqs=SEQUENCES,
+            max_num_seqs=sequences,
             max_num_batched_tokens=BATCHED_TOKENS,
             cache_dir=str(Path(tempfile.gettempdir()) / "octavo"),
         )
-        scheduler = SchedulerConfig(0, 0, 0, SEQUENCES, BATCHED_TOKENS, prefix_caching=False)
+        scheduler = SchedulerConfig(0, 0, 0, sequences, BATCHED_TOKENS, prefix_caching=False)
         started = time.perf_counter()
         self.core: EngineCore
         self.core, self.info = build_core(worker, scheduler, lambda _: None)
         self.start_seconds = time.perf_counter() - started
         self._source = random.Random(1)
-        self._vocab = int(str(config["vocab_size"]))
+        self.vocabulary = int(str(config["vocab_size"]))
         self._count = 0
 
     def add(self, prompt: list[int], output: int) -> str:
@@ -84,7 +102,7 @@ class Engine:
 
     def prompt(self, length: int) -> list[int]:
         """Fresh random tokens."""
-        return [self._source.randrange(self._vocab) for _ in range(length)]
+        return [self._source.randrange(self.vocabulary) for _ in range(length)]
 
     def finish(self) -> int:
         """Serves all that was added; the number of tokens given."""
@@ -98,11 +116,10 @@ class Engine:
         """Frees the GPU."""
         self.core.close()
 
-    def throughput(self, count: int) -> float:
+    def throughput(self, draws: list[Draw]) -> float:
         """Output tokens a second."""
         self.add(self.prompt(300), 20)
         self.finish()
-        draws = requests_of(count)
         started = time.perf_counter()
         for draw in draws:
             self.add(draw.prompt, draw.output)
@@ -148,7 +165,7 @@ def a1(quick: bool) -> list[Figure]:
     engine = _started(Engine(LLAMA_8B, max_model_len=10240))
     figures = _latency_8b(engine, quick)
     if not quick:
-        rate = engine.throughput(512)
+        rate = engine.throughput(requests_of(512))
         figures.append(Figure("A1 output tokens/s", rate, 11100, None, True))
     engine.close()
     return figures
@@ -170,7 +187,7 @@ def _latency_8b(engine: Engine, quick: bool) -> list[Figure]:
 def a3(_: bool) -> list[Figure]:
     """8B with an FP8 cache, 512 requests."""
     engine = _started(Engine(LLAMA_8B, max_model_len=10240, cache="fp8_e4m3"))
-    figures = [Figure("A3 output tokens/s", engine.throughput(512), 11820, None, True)]
+    figures = [Figure("A3 output tokens/s", engine.throughput(requests_of(512)), 11820, None, True)]
     engine.close()
     return figures
 
@@ -183,8 +200,38 @@ def b(quick: bool) -> list[Figure]:
         ours = engine.between_tokens(batch)
         figures.append(Figure(f"B step of {batch}, ms", ours, peer, floor, False))
     if not quick:
-        rate = engine.throughput(256)
+        rate = engine.throughput(requests_of(256))
         figures.append(Figure("B output tokens/s", rate, 23540, None, True))
+    engine.close()
+    return figures
+
+
+def e(quick: bool) -> list[Figure]:
+    """DeepSeek-V2-Lite shape in bf16, 256 requests of 512 tokens in and 256 out."""
+    engine = _started(Engine(DEEPSEEK_V2_LITE, max_model_len=4096, sequences=256))
+    figures = []
+    steps = ((1, 3.40, 1.15), (8, 6.86, 4.22), (64, 10.59, 7.48), (256, 12.76, 8.21))
+    for batch, peer, floor in steps[:3] if quick else steps:
+        ours = engine.between_tokens(batch)
+        figures.append(Figure(f"E step of {batch}, ms", ours, peer, floor, False))
+    for length, peer in ((128, 14.87), (512, 17.16), (2048, 48.9)):
+        ours = engine.first_token(length)
+        figures.append(Figure(f"E first token {length}, ms", ours, peer, None, False))
+    if not quick:
+        rate = engine.throughput(equal_requests(256, 512, 256, engine.vocabulary))
+        figures.append(Figure("E output tokens/s", rate, 13500, None, True))
+    engine.close()
+    return figures
+
+
+def m(quick: bool) -> list[Figure]:
+    """Qwen3-30B-A3B shape in bf16: steps, beside nothing but their floors."""
+    engine = _started(Engine(QWEN3_30B_A3B, max_model_len=4096, sequences=256))
+    figures = []
+    steps = ((1, 1.44), (8, 6.15), (64, 14.69), (256, 17.17))
+    for batch, floor in steps[:3] if quick else steps:
+        ours = engine.between_tokens(batch)
+        figures.append(Figure(f"M step of {batch}, ms", ours, 0.0, floor, False))
     engine.close()
     return figures
 
@@ -193,6 +240,8 @@ WORKLOADS: tuple[tuple[str, Callable[[bool], list[Figure]]], ...] = (
     ("A1", a1),
     ("A3", a3),
     ("B", b),
+    ("E", e),
+    ("M", m),
 )
 
 

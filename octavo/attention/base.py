@@ -124,3 +124,32 @@ class LatentAttentionBackend(Protocol):
         batch: ForwardBatch,
     ) -> Tensor:
         """q [T, Q, plain + R], already rotated, stored [T, 1, L + R] -> [T, Q * V]. Causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRules:
+    """What a layer of latent attention does before and after it attends; see `layers/latent.py`."""
+
+    cos_sin: Tensor  # f32[max_len, R]
+    norm: Tensor  # [L], of the latents
+    eps: float
+    factors: LatentFactors
+
+
+@runtime_checkable
+class FusedLatent(Protocol):
+    """An AttentionBackend that also takes a latent layer's projections as they come."""
+
+    def forward_fused_latent(
+        self,
+        heads: Tensor,
+        latent: Tensor,
+        rules: LatentRules,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Heads [T, Q * (plain + R)], latent [T, L + R], neither rotated -> [T, Q * V].
+
+        Rows of both may be parts of longer ones. Stores the latents of all T tokens.
+        """

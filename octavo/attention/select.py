@@ -70,11 +70,19 @@ def load_mla_sdpa() -> AttentionBackend:
     return LatentSdpaAttention()
 
 
+def load_mla_triton() -> AttentionBackend:
+    """Our own kernels for multi-head latent attention on NVIDIA GPUs."""
+    from octavo.attention.mla_triton import LatentTritonAttention
+
+    return LatentTritonAttention()
+
+
 CANDIDATES = (
     Candidate("native", load_native, host_only=True),
     Candidate("triton", load_triton),
     Candidate("fa3", load_fa3, asked=True),
     Candidate("flashinfer", load_flashinfer, asked=True),
+    Candidate("mla_triton", load_mla_triton, latent=True),
     Candidate("mla_sdpa", load_mla_sdpa, latent=True),
     Candidate("sdpa", load_sdpa),
 )

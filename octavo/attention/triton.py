@@ -23,8 +23,9 @@ from octavo.attention.prefill import Prefill, TritonPrefill
 from octavo.errors import ConfigError
 from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import attention_tiles as tiles
-from octavo.kernels.triton.attention_decode import Heads, Pieces, decode, list_pieces
+from octavo.kernels.triton.attention_decode import Heads, decode
 from octavo.kernels.triton.attention_newest import Newest
+from octavo.kernels.triton.attention_pieces import Pieces, list_pieces
 from octavo.kernels.triton.launch import gpu_of
 from octavo.kernels.triton.rotary import rope_store, store
 
@@ -32,7 +33,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EVEN, UNEVEN = "even", "uneven"  # forms of a decode step
 MAX_HEAD = 256
-TURNS = False  # attention of decode steps turns and stores the newest tokens itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class TritonPlan:
     pieces: Pieces | None
     windowed: Pieces | None  # for layers with a window
     prefill: object  # what the Prefill planned; None without such rows
+    turns: bool = False  # attention turns and stores the newest tokens itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class TritonAttention:
 
     def supports(self, need: AttentionNeed) -> str | None:
         """Heads of 16 to 256 in steps of 16, pages of 16 to 128, f32, bf16, f16 and FP8 caches."""
-        reason = _device_reason(need)
+        reason = device_reason(need)
         if reason:
             return reason
         if need.dtype not in DTYPES:
@@ -139,7 +140,14 @@ class TritonAttention:
             decodes = 0
         pieces, windowed = self._pieces(batch, form) if decodes else (None, None)
         rest = self._prefill.plan(self._sizes()[0], batch, decodes) if mixed else None
-        return TritonPlan(decodes, pieces, windowed, rest)
+        turns = (
+            decodes == batch.num_rows == batch.num_tokens
+            and pieces is windowed
+            and pieces is not None
+            and pieces.splits > 0
+            and tiles.turns_newest(decodes, self._sizes()[1])
+        )
+        return TritonPlan(decodes, pieces, windowed, rest, turns)
 
     def forward(
         self,
@@ -169,13 +177,10 @@ class TritonAttention:
     ) -> Tensor:
         """QKV [T, (Q + 2K) * D] as projected -> [T, Q * D]; norms, rotation and store included.
 
-        Where all rows decode, attention itself does these.
+        Of few rows that all decode, attention itself does these.
         """
         plan = batch.attn
-        decode_only = isinstance(plan, TritonPlan) and (
-            plan.decodes == batch.num_rows == batch.num_tokens
-        )
-        if TURNS and decode_only:
+        if isinstance(plan, TritonPlan) and plan.turns:
             newest = Newest(
                 qkv,
                 batch.positions,
@@ -300,7 +305,7 @@ class TritonAttention:
         return need, shape
 
 
-def _device_reason(need: AttentionNeed) -> str | None:
+def device_reason(need: AttentionNeed) -> str | None:
     """Why the kernels cannot run on the need's device."""
     if not need.device.startswith("cuda"):
         if triton.knobs.runtime.interpret:

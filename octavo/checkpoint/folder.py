@@ -173,6 +173,14 @@ def load_folder_tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> Tok
 
     file = folder / "tokenizer.json"
     if not file.is_file():
+        ranks = sorted([*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")])
+        if ranks:  # ranks alone: where texts are split and what is special stands in code
+            raise CheckpointError(
+                f"{file} is missing, and {ranks[0].name} lacks how texts are split and which "
+                "tokens are special; convert it with transformers "
+                "(AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or name the "
+                "folder of a converted one with --tokenizer"
+            )
         hint = ""
         if (folder / "tokenizer.model").is_file():
             hint = " (tokenizer.model alone is not enough: convert it to tokenizer.json)"

@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "bench latency": ("octavo.cli.bench", "measure the latency of one batch"),
     "bench startup": ("octavo.cli.bench", "measure a start, phase by phase"),
     "kernels": ("octavo.cli.kernels", "build kernels ahead of a start, or list them"),
+    "plan": ("octavo.cli.plan", "say if a model fits and what it holds, before it is loaded"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

@@ -2,10 +2,11 @@
 
 Triton compiles a kernel at its first launch, one after the other, half a second each, and then has
 the system's compiler make what launches kernels of its signature, another third of a second. Here
-the work is rehearsed: each launch that would compile is noted for a pool of threads, which does
-both, and left out, and what the work computes is garbage. What cannot be compiled this way is
-compiled at its first launch. Most of compiling is Python, in which threads take turns: where all
-is to be compiled, processes do it (`Compilers`), and the threads find it on disk. Not for:
+the work is rehearsed without launches: those that would compile are noted for a pool of threads,
+which does both, and what the work computes is garbage. So no kernel of ours may run then, even one
+that is compiled already: it would take garbage for places in memory. What cannot be compiled this
+way is compiled at its first launch. Most of compiling is Python, in which threads take turns: where
+all is to be compiled, processes do it (`Compilers`), and the threads find it on disk. Not for:
 launching anything. Next file: `cuda_queue.py`.
 """
 
@@ -27,6 +28,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
+from triton.runtime.jit import JITFunction
 
 PARALLEL = 16
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -67,12 +69,13 @@ def name_versions() -> None:
 def compile_ahead(
     rehearsal: Callable[[], None], device: int = 0, compilers: Compilers | None = None
 ) -> str:
-    """Does `rehearsal` without new kernels, then waits for these; what went wrong, or empty.
+    """Does `rehearsal` without our kernels, then waits for these; what went wrong, or empty.
 
     `device` is the number of the GPU that is to launch them. `compilers` are used where most are
     not in the cache.
     """
     runtime = triton.knobs.runtime
+    launch = JITFunction.run
     before, own, seen = runtime.jit_cache_hook, threading.get_ident(), set()
     made: list[Future[None]] = []
     problem = ""
@@ -89,12 +92,17 @@ def compile_ahead(
                 made.append(pool.submit(_make, fn.jit_function, specialization, compilers))
             return True  # no launch
 
+        def prepare(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            return launch(self, *args, warmup=True, **options)
+
         try:
             runtime.jit_cache_hook = note
+            JITFunction.run = prepare
             rehearsal()
         except Exception as error:  # garbage may be refused somewhere; then the rest comes later
             problem = f"{type(error).__name__}: {error}"
         finally:
+            JITFunction.run = launch
             pool.shutdown(wait=True)
             runtime.jit_cache_hook = before
     for failure in (each.exception() for each in made):

@@ -133,6 +133,7 @@ class RemoteExecutor:
             places = self._crew.places()
             binder = self._crew.binder(self._context)
             self._results, results = binder.bind(zmq.PULL, "results")
+            self._results.rcvtimeo = int(1000 * self._patience.look)
             pulses, pulse = binder.bind(zmq.ROUTER, "pulse")
             settings: list[RankSettings] = []
             for place in places:
@@ -213,7 +214,8 @@ class RemoteExecutor:
 
     def landed(self, step: int) -> bool:
         """True if the step's result is here, or never will be."""
-        self._receive(0.0)
+        while self._receive(wait=False) is not None:
+            pass
         return step in self._found or step not in self._waiting or bool(self._lost)
 
     def wait(self, step: int) -> StepResult:
@@ -223,7 +225,7 @@ class RemoteExecutor:
                 raise self._settle(self._raised)
             if self._lost:
                 raise EngineDead(self._lost)
-            self._receive(self._patience.look)
+            self._receive()
         self._waiting.discard(step)
         if self._watch is not None:
             self._watch.stepping = bool(self._waiting)
@@ -242,32 +244,28 @@ class RemoteExecutor:
             self._lose(self._lost or "a worker has left its channel")
             raise EngineDead(self._lost) from None
 
-    def _receive(self, seconds: float) -> FromRank | None:
-        """Takes in all that has come, after at most `seconds` for the first; the last of it."""
+    def _receive(self, *, wait: bool = True) -> FromRank | None:
+        """Takes in one message, after at most `Patience.look` seconds if it may wait."""
         assert self._results is not None, "start comes first"
-        message: FromRank | None = None
-        if not self._results.poll(int(1000 * seconds)):
+        try:
+            message = self._decoder.decode(self._results.recv(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
             return None
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = self._decoder.decode(self._results.recv(zmq.NOBLOCK))
-                if isinstance(message, Landed):
-                    if message.result.step in self._waiting:
-                        self._found[message.result.step] = message.result
-                elif isinstance(message, Raised):
-                    if message.step in self._waiting and self._raised is None:
-                        self._raised = message
-                elif isinstance(message, Answer):
-                    self._answers[message.rank] = message
-                else:
-                    return message
+        if isinstance(message, Landed):
+            if message.result.step in self._waiting:
+                self._found[message.result.step] = message.result
+        elif isinstance(message, Raised):
+            if message.step in self._waiting and self._raised is None:
+                self._raised = message
+        elif isinstance(message, Answer):
+            self._answers[message.rank] = message
         return message
 
     def _wait_until_up(self, count: int) -> dict[int, WorkerInfo]:
         infos: dict[int, WorkerInfo] = {}
         kinds = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
         while len(infos) < count:
-            message = self._receive(self._patience.look)
+            message = self._receive()
             if isinstance(message, Up):
                 infos[message.rank] = message.info
             elif isinstance(message, Loading):
@@ -307,7 +305,7 @@ class RemoteExecutor:
             found = {r: a for r, a in self._answers.items() if a.number == number}
             if len(found) == len(self._plans):
                 return found
-            self._receive(min(self._patience.look, max(0.0, end - time.monotonic())))
+            self._receive()
         missing = set(range(len(self._plans))) - self._answers.keys()
         raise EngineDead(self._lost or f"worker ranks {sorted(missing)} did not answer {op!r}")
 

@@ -47,6 +47,15 @@ def serve(settings: RankSettings) -> int:
     plans = connect(context, zmq.PULL, settings.plans, settings)
     results = Results(context, settings)
     heart = Heart(context, settings)
+    try:
+        return _serve(settings, context, plans, results, heart)
+    finally:
+        heart.stop()
+
+
+def _serve(
+    settings: RankSettings, context: Context, plans: Socket, results: Results, heart: Heart
+) -> int:
     worker = Worker(settings.worker, place=settings.place)
     try:
         info = worker.load(lambda detail: results.send(Loading(results.rank, detail)))
@@ -100,7 +109,12 @@ class Heart:
         self.calls = Calls()
         self._context = context
         self._settings = settings
+        self._stopped = False
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    def stop(self) -> None:
+        """There is nothing more to say; the process may live on."""
+        self._stopped = True
 
     def _beat(self) -> None:
         settings = self._settings
@@ -117,6 +131,8 @@ class Heart:
                     heard = time.monotonic()
                     time.sleep(PULSE_SECONDS)
             except zmq.ContextTerminated:
+                return
+            if self._stopped:
                 return
             if time.monotonic() - heard > LONELY_SECONDS:
                 break

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from octavo.executor.channel import Binder, Context
 from octavo.executor.records import RankSettings
 
 PROGRAM = (sys.executable, "-m", "octavo.rank")
+FOLLOW = "--follow"  # has the kernel end the process with its parent
 LOOPBACK = "127.0.0.1"
 
 
@@ -84,8 +86,11 @@ class LocalCrew:
 
     def start(self, settings: Sequence[RankSettings]) -> None:
         """Starts the processes."""
+        # The kernel ends a process with the thread that started it, which must be one that lasts.
+        lasts = threading.current_thread() is threading.main_thread()
+        program = (*self._program, FOLLOW) if lasts else self._program
         for one in settings:
-            process = subprocess.Popen(self._program, stdin=subprocess.PIPE)
+            process = subprocess.Popen(program, stdin=subprocess.PIPE)
             self._processes.append(process)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # its end is noticed by `lost`

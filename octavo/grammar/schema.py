@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from octavo.grammar.exclusive import all_exclude
 
@@ -110,8 +111,8 @@ def _node(schema: Node, path: str, walk: _Pass, depth: int) -> Node:
     for keyword, value in schema.items():
         if keyword in ANNOTATIONS or keyword.startswith("x-"):
             continue
-        if keyword == "nullable" and value is False:
-            continue
+        if keyword in ("nullable", "uniqueItems") and value is False:
+            continue  # it asks for nothing
         check = _KEYWORDS.get(keyword)
         if check is None:
             raise SchemaError(_unknown(keyword, path))
@@ -267,7 +268,7 @@ def _resolve(root: Node, reference: str, place: _Place | None = None) -> Node:
     if reference != "#" and not reference.startswith("#/"):
         raise place.bad(f"is {reference[:60]!r}; only references within the schema, #/..., work")
     found = root
-    for part in reference.split("/")[1:]:
+    for part in unquote(reference).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from octavo.kernels import gpu_products as products
 from octavo.kernels import gpu_quantized as quantized
-from octavo.kernels.experts import GroupedExperts
 from octavo.kernels.gpu_quantized import pack_fp8, pack_grouped
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
+from octavo.kernels.triton.moe import TritonExperts
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
+from octavo.kernels.triton.routing import route
 from octavo.kernels.triton.sample import sample, sample_checked
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,6 +39,11 @@ def triton_ops(dtype: torch.dtype, device: torch.device, *, copies: bool = False
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: 8.0 or later is needed"
+    return table_of(dtype, capability, copies=copies)
+
+
+def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = False) -> Ops:
+    """The table, wherever Triton runs: its interpreter serves tensors on the CPU."""
 
     def pack(weight: Tensor) -> PackedWeight:
         rows, columns = weight.shape
@@ -60,7 +66,8 @@ def triton_ops(dtype: torch.dtype, device: torch.device, *, copies: bool = False
         linear_silu=linear_silu,
         pack_grouped=partial(pack_grouped, dtype=dtype, copy=copies) if small else None,
         pack_fp8=partial(pack_fp8, dtype=dtype) if small and capability >= (8, 9) else None,
-        experts=lambda gate_up, down: GroupedExperts(silu_mul, gate_up, down),
+        experts=TritonExperts,
+        route=route,
     )
 
 

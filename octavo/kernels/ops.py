@@ -6,18 +6,25 @@ native code. Which was taken and why is in `Ops.reason`, printed at start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.formats import Fp8, Grouped
 
-# x [T, H], experts i64[T, k], their weights f32[T, k] -> [T, H], the weighted sum of the gated MLPs
-# of each token's experts. Weights of experts that no token chose are not read.
-ExpertProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class ExpertProduct(Protocol):
+    """The weighted sum of the gated MLPs of each token's experts.
+
+    Weights of experts that no token chose are not read.
+    """
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, /) -> Tensor:
+        """x [T, H], experts i64 or i32 [T, k], their weights f32[T, k] -> [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,36 @@ class PackedWeight:
     dtype: torch.dtype  # of the activations that it multiplies
     layout: str  # "plain" [N, K], or the name of a packed layout
     extra: tuple[Tensor, ...] = ()  # scales and the like
+
+
+@runtime_checkable
+class JoiningExperts(Protocol):
+    """An ExpertProduct that takes the experts that all tokens go to into its own launches."""
+
+    def joins(self, tokens: int, gate_up: PackedWeight, down: PackedWeight) -> bool:
+        """Whether it can and should for so many tokens: gate_up [2 * n * I, H], down [H, n * I]."""
+
+    def joined(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+    ) -> Tensor:
+        """As the product, plus what the shared MLP of these weights gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRules:
+    """How experts are chosen from a router's logits; `layers/experts.py` has it in plain torch."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False  # the chosen experts' weights sum to `scale`
+    scale: float = 1.0
+    groups: int = 1  # of experts, of which a token's come from `top_groups`
+    top_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +130,16 @@ class Ops:
     pack_fp8: Callable[[Fp8], PackedWeight] | None = None
     # linear and silu_mul in one: x [T, K], weight [2 * I, K], bias -> [T, I]; None: use the two.
     linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
+    # Numbers of rows, a folder for what is learned -> a line that says what: times products of so
+    # many rows, where there are kernels to choose from. None: there are none.
+    tune: Callable[[Sequence[int], Path | None], str] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.
     stack: Callable[..., Any] | None = None
     # Weights of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I] -> their product, in
     # the layout that it wants; None: made of the others, see `experts.py`.
     experts: Callable[[Tensor, Tensor], ExpertProduct] | None = None
+    # logits f32[T, E], rules, correction f32[E] or None -> (experts [T, k], weights f32[T, k]);
+    # None: plain torch.
+    route: Callable[[Tensor, RouteRules, Tensor | None], tuple[Tensor, Tensor]] | None = None
     # The same for experts of that form; None: `kernels/experts.py`.
     clamped_experts: Callable[[Tensor, Tensor, ClampedForm], ExpertProduct] | None = None

@@ -8,14 +8,14 @@ Next file: `models/sparse.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.experts import ClampedExperts as ClampedProduct
 from octavo.kernels.experts import looped
-from octavo.kernels.ops import ClampedForm
+from octavo.kernels.ops import ClampedForm, ExpertProduct, JoiningExperts, RouteRules
 from octavo.layers.build import Build
 from octavo.layers.linear import Replicated, even_part
 from octavo.layers.mlp import MLP
@@ -28,7 +28,7 @@ from octavo.weights.spec import ParamSpec, Part
 class Router:
     """Which experts a token goes to, and how much each counts; alike on every rank."""
 
-    __slots__ = ("_bias", "_linear", "_ops", "_parameters", "_spec", "correction")
+    __slots__ = ("_bias", "_linear", "_ops", "_parameters", "_rules", "_spec", "correction")
 
     correction: Tensor | None
 
@@ -42,6 +42,14 @@ class Router:
             specs["bias"] = ParamSpec((count,), build.dtype, part)
         self._ops = build.ops
         self._spec = spec
+        self._rules = RouteRules(
+            top_k=spec.top_k,
+            scoring=spec.scoring,
+            renormalise=spec.renormalise,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+        )
         self._parameters = Parameters(specs)
 
     def param_specs(self) -> dict[str, ParamSpec]:
@@ -62,6 +70,8 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> (experts i64[T, k], their weights f32[T, k])."""
         logits = self._ops.linear(x, self._linear, self._bias, torch.float32)
+        if self._ops.route is not None:
+            return self._ops.route(logits, self._rules, self.correction)
         return route(logits, self._spec, self.correction)
 
 
@@ -97,7 +107,7 @@ class Experts:
 
     __slots__ = ("_axis", "_make", "_parameters", "_shape", "run")
 
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    run: ExpertProduct
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
         axis, count, width = build.mesh.tp, spec.num_experts, spec.intermediate_size
@@ -147,8 +157,16 @@ class Experts:
         self.run = self._make(gate_up, tensors.pop("down").view(count, hidden, share))
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], experts i64[T, k], weights f32[T, k] -> [T, H], the weighted sum."""
+        """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum."""
         return all_reduce(self.run(x, experts, weights), self._axis)
+
+    def joined(self, x: Tensor, experts: Tensor, weights: Tensor, shared: MLP) -> Tensor | None:
+        """The same plus the shared experts' results, if the kernels take both in one."""
+        gate_up, down = shared.gate_up.packed, shared.down.packed
+        run = self.run
+        if isinstance(run, JoiningExperts) and run.joins(len(x), gate_up, down):
+            return all_reduce(run.joined(x, experts, weights, gate_up, down), self._axis)
+        return None
 
 
 class ClampedExperts:
@@ -159,7 +177,7 @@ class ClampedExperts:
 
     __slots__ = ("_axis", "_make", "_parameters", "_spec", "run")
 
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    run: ExpertProduct
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
         count, width = spec.num_experts, spec.intermediate_size
@@ -236,8 +254,14 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
-        routed = self.experts(x, *self.router(x))
-        return routed if self.shared is None else routed + self.shared(x)
+        experts, weights = self.router(x)
+        if self.shared is None:
+            return self.experts(x, experts, weights)
+        if self.shared.gate is None and isinstance(self.experts, Experts):
+            found = self.experts.joined(x, experts, weights, self.shared.mlp)
+            if found is not None:
+                return found
+        return self.experts(x, experts, weights) + self.shared(x)
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

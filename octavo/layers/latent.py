@@ -15,7 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.attention.base import LatentAttentionBackend, LatentFactors
+from octavo.attention.base import (
+    FusedLatent,
+    LatentAttentionBackend,
+    LatentFactors,
+    LatentRules,
+)
 from octavo.forward import ForwardBatch
 from octavo.layers.attention import chosen
 from octavo.layers.build import Build
@@ -103,8 +108,8 @@ class LatentAttention:
     """Latent attention of one decoder block; `query` and `query_norm` are None without a rank."""
 
     __slots__ = (
-        *("_backend", "_given", "_latent", "_layer", "absorbed", "input", "latent_norm", "need"),
-        *("output", "query", "query_norm", "rope"),
+        *("_backend", "_fused", "_given", "_latent", "_layer", "absorbed", "input", "latent_norm"),
+        *("need", "output", "query", "query_norm", "rope"),
     )
 
     query: Reordered | None
@@ -117,6 +122,7 @@ class LatentAttention:
         self._backend = build.attention
         given = build.attention
         self._given = given if isinstance(given, LatentAttentionBackend) else None
+        self._fused = given if isinstance(given, FusedLatent) else None
         self._latent = latent
         self._layer = layer - build.first_layer
         self.need = build.need
@@ -143,10 +149,16 @@ class LatentAttention:
     def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H]; stores the latents of all T tokens. `rows` as in `Attention`."""
         latent = self._latent
-        sizes = [self.input.parts[0].size, latent.rank, latent.rope_dim]
-        first, vector, key = torch.split(self.input(x), sizes, dim=1)
+        sizes = [self.input.parts[0].size, latent.rank + latent.rope_dim]
+        first, rest = torch.split(self.input(x), sizes, dim=1)
         if self.query_norm is not None and self.query is not None:
             first = self.query(self.query_norm(first.contiguous()))
+        if self._fused is not None:
+            attended = self._fused.forward_fused_latent(
+                first, rest, self._rules(), self._layer, self.need, batch
+            )
+            return self.output(chosen(attended, rows))
+        vector, key = torch.split(rest, [latent.rank, latent.rope_dim], dim=1)
         heads = first.view(len(x), -1, latent.plain_dim + latent.rope_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], dim=2)
         turned, key = self.rope(
@@ -165,6 +177,14 @@ class LatentAttention:
         )
         attended = chosen(attended, rows)
         return self.output(factors.value(attended.view(len(attended), -1, latent.rank)))
+
+    def _rules(self) -> LatentRules:
+        return LatentRules(
+            self.rope.cos_sin,
+            self.latent_norm.weight,
+            self.latent_norm.eps,
+            self.absorbed.factors,
+        )
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """Layers with parameters, in the order of use."""

@@ -1,4 +1,4 @@
-"""GLM-4 (0414, dense): norms around attention and MLP, half of a head turns, neighbours as pairs.
+"""GLM-4, dense: half of a head turns, neighbours as pairs; from 0414 on norms stand around blocks.
 
 Next file: `registry.py`.
 """
@@ -22,11 +22,13 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
         "eos_token_id": [151329, 151336, 151338],
     }
 )
+FIRST_NAMES: Mapping[str, str] = MappingProxyType(
+    {**BLOCK_NAMES, "mlp.gate_up": "mlp.gate_up_proj"}
+)
 NAMES: Mapping[str, str] = MappingProxyType(
     {
-        **BLOCK_NAMES,
+        **FIRST_NAMES,
         "attention_after": "post_self_attn_layernorm",
-        "mlp.gate_up": "mlp.gate_up_proj",
         "mlp_after": "post_mlp_layernorm",
     }
 )
@@ -34,10 +36,24 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 def glm4_spec(config: Mapping[str, object]) -> ModelSpec:
     """The spec of a Glm4ForCausalLM config. Raises ConfigError."""
+    return replace(_spec(config, "Glm4ForCausalLM"), norms="around")
+
+
+def glm_spec(config: Mapping[str, object]) -> ModelSpec:
+    """The spec of a GlmForCausalLM config, the first GLM-4. Raises ConfigError."""
+    return _spec(config, "GlmForCausalLM")
+
+
+def _spec(config: Mapping[str, object], architecture: str) -> ModelSpec:
     reader = Reader({**DEFAULTS, **config})
     bias = reader.boolean("attention_bias", True)
-    spec = base_spec(reader, "Glm4ForCausalLM", head_dim=128, qkv_bias=bias, rope_of=_rope)
-    return replace(spec, norms="around", fused_gate_up=True)
+    spec = base_spec(reader, architecture, head_dim=128, qkv_bias=bias, rope_of=_rope)
+    return replace(spec, fused_gate_up=True)
+
+
+def first_names(dotted: str, part: str) -> str:
+    """Ours -> those of the first GLM-4; see `llama.names`."""
+    return name_of(dotted, part, FIRST_NAMES)
 
 
 def names(dotted: str, part: str) -> str:

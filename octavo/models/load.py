@@ -16,7 +16,7 @@ from octavo.checkpoint.records import Checkpoint
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.attention import Attention
 from octavo.layers.build import Build
-from octavo.layers.experts import Experts
+from octavo.layers.experts import ClampedExperts, Experts
 from octavo.layers.linear import Linear, share_kv_heads
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
@@ -87,7 +87,7 @@ def build_model(spec: ModelSpec, build: Build, methods: Methods | None = None) -
         if isinstance(layer, Linear):
             weights = [names(f"{dotted}.weight", part.name) for part in layer.parts]
             layer.use(methods.of([name.removesuffix(".weight") for name in weights]))
-        elif isinstance(layer, Experts):
+        elif isinstance(layer, Experts | ClampedExperts):
             refuse_experts(methods, layer, dotted, names)
     return decoder
 
@@ -128,7 +128,9 @@ def _scale_of(checkpoint: Checkpoint, module: str, side: str) -> float | None:
     return None
 
 
-def refuse_experts(methods: Methods, layer: Experts, dotted: str, names: Names) -> None:
+def refuse_experts(
+    methods: Methods, layer: Experts | ClampedExperts, dotted: str, names: Names
+) -> None:
     """Routed experts have no quantized form yet. Raises ConfigError unless theirs are plain."""
     part = layer.param_specs()["down"].parts[0]
     module = names(f"{dotted}.down", part.name).removesuffix(".weight")

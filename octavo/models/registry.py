@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ignored_if_tied=(r"language_model\.lm_head\.weight",),
         ),
         "Glm4ForCausalLM": Family(glm.glm4_spec, glm.names),
+        "GlmForCausalLM": Family(glm.glm_spec, glm.first_names),
         "GptOssForCausalLM": Family(gpt_oss.gpt_oss_spec, gpt_oss.names),
         "LlamaForCausalLM": Family(llama.spec_of, llama.names),
         "MistralForCausalLM": Family(mistral.spec_of, llama.names),

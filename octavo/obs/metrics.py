@@ -103,10 +103,12 @@ class Metrics:
         cache_config: dict[str, str] | None = None,
         engine: str = "0",
     ) -> None:
+        """Figures of requests have the label `engine`, those of steps the engine's own."""
         self.registry = CollectorRegistry()
         self._aliases = check_aliases(aliases)
         self._labels: Labels = (model_name, engine)
         self._model_name = model_name
+        self._waiting_in: dict[str, int] = {}  # sequences, by engine
         self._instruments: list[Instrument] = []
         self._lengths = one_two_five(max_model_len)
         self._make_gauges(cache_config or {})
@@ -129,12 +131,12 @@ class Metrics:
 
     # What the engine tells
 
-    def step(self, stats: StepStats) -> None:
-        """State after an engine step, and the counts of that step."""
-        labels = self._labels
-        self._set_load(stats.running, stats.waiting)
+    def step(self, stats: StepStats, engine: str = "") -> None:
+        """State after a step of one of several engines, and the counts of that step."""
+        labels = (self._model_name, engine) if engine else self._labels
+        self._set_load(stats.running, stats.waiting, labels)
         total = stats.blocks_total
-        self._set_usage(stats.blocks_used / total if total else 0.0)
+        self._set_usage(stats.blocks_used / total if total else 0.0, labels)
         self._queued_tokens.set(stats.queued_tokens, labels)
         self._cached_blocks.set(stats.blocks_cached, labels)
         self._generation_tokens.add(stats.sampled_tokens, labels)
@@ -149,7 +151,8 @@ class Metrics:
         if tokens := stats.prompt_tokens + stats.sampled_tokens:
             self._step_tokens.observe(tokens, labels)
             self.throughput.count(tokens, time.monotonic())
-        self._triton.step(stats)
+        self._waiting_in[engine] = stats.waiting
+        self._triton.step(stats, sum(self._waiting_in.values()))
 
     def first_token(self, seconds: float, *, prompt_tokens: int, cached_tokens: int) -> None:
         """A sequence's first token came, `seconds` after the request's arrival."""
@@ -194,14 +197,16 @@ class Metrics:
             computed = times.prompt_tokens - times.cached_tokens
             self._request_computed.observe(computed, labels)
 
-    def core_died(self) -> None:
-        """The core is gone: nothing runs, waits or owns memory any more."""
-        self._core_deaths.add(1, self._labels)
-        self._set_load(0, 0)
-        self._set_usage(0.0)
-        self._queued_tokens.set(0, self._labels)
-        self._cached_blocks.set(0, self._labels)
-        self._triton.core_died()
+    def core_died(self, engine: str = "") -> None:
+        """A core is gone: nothing runs, waits or owns memory in it any more."""
+        labels = (self._model_name, engine) if engine else self._labels
+        self._core_deaths.add(1, labels)
+        self._set_load(0, 0, labels)
+        self._set_usage(0.0, labels)
+        self._queued_tokens.set(0, labels)
+        self._cached_blocks.set(0, labels)
+        self._waiting_in[engine] = 0
+        self._triton.waits(sum(self._waiting_in.values()))
 
     def set_cache_config(self, cache_config: dict[str, str]) -> None:
         """Facts about the cache, known once the model is loaded."""
@@ -309,7 +314,7 @@ class Metrics:
         sleep = self._gauge("vllm:engine_sleep_state", awake, "sleep_state")
         for state in SLEEP_STATES:
             sleep.set(float(state == "awake"), (*self._labels, state))
-        self._set_load(0, 0)
+        self._set_load(0, 0, self._labels)
 
     def _make_counters(self) -> None:
         counter = self._counter
@@ -414,12 +419,12 @@ class Metrics:
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found cached.", lengths
         )
 
-    def _set_load(self, running: int, waiting: int) -> None:
-        self._running.set(running, self._labels)
-        self._waiting.set(waiting, self._labels)
-        self._waiting_by.set(waiting, (*self._labels, "capacity"))
-        self._waiting_by.set(0, (*self._labels, "deferred"))
+    def _set_load(self, running: int, waiting: int, labels: Labels) -> None:
+        self._running.set(running, labels)
+        self._waiting.set(waiting, labels)
+        self._waiting_by.set(waiting, (*labels, "capacity"))
+        self._waiting_by.set(0, (*labels, "deferred"))
 
-    def _set_usage(self, share: float) -> None:
+    def _set_usage(self, share: float, labels: Labels) -> None:
         for gauge in self._usage:
-            gauge.set(share, self._labels)
+            gauge.set(share, labels)

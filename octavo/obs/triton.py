@@ -71,9 +71,9 @@ class TritonMetrics:
         counter.add(0, self._labels)
         return counter
 
-    def step(self, stats: StepStats) -> None:
-        """State and counts after an engine step."""
-        self._pending.set(stats.waiting, self._labels)
+    def step(self, stats: StepStats, waiting: int) -> None:
+        """Counts of an engine's step, and the sequences that wait in all engines after it."""
+        self.waits(waiting)
         self._executions.add(1 if stats.prompt_tokens + stats.sampled_tokens else 0, self._labels)
 
     def first_token(self, seconds: float) -> None:
@@ -84,9 +84,9 @@ class TritonMetrics:
         """A request was refused at admission."""
         self._failure.add(1, (*self._labels, "REJECTED"))
 
-    def core_died(self) -> None:
-        """Nothing waits any more."""
-        self._pending.set(0, self._labels)
+    def waits(self, count: int) -> None:
+        """So many sequences wait now."""
+        self._pending.set(count, self._labels)
 
     def finished(self, times: RequestTimes) -> None:
         """A sequence ended; only the times of those that ended well are added up."""

@@ -19,7 +19,17 @@ from starlette.routing import Route
 
 from octavo.errors import OctavoError
 from octavo.obs.timeline import Timelines
-from octavo.server import health, kserve, models, openapi, operate, resume, timeline, triton
+from octavo.server import (
+    health,
+    kserve,
+    models,
+    openapi,
+    operate,
+    resume,
+    score,
+    timeline,
+    triton,
+)
 from octavo.server.auth import Auth
 from octavo.server.chat import chat_completions
 from octavo.server.completions import completions
@@ -62,6 +72,8 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
     ("/v1/completions", ["POST"], resume.resumable(completions)),
     ("/v1/responses", ["POST"], resume.resumable(create_response)),
     ("/v1/embeddings", ["POST"], embeddings),
+    *((path, ["POST"], score.score) for path in ("/v1/score", "/score")),
+    *((path, ["POST"], score.rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     ("/v1/models", ["GET"], models.list_models),
     ("/v1/models/{name:path}", ["GET"], models.show_model),
     ("/v1/requests/{id}/timeline", ["GET"], timeline.show),

@@ -15,7 +15,6 @@ from typing import Any
 from octavo.server.answer import Call
 from octavo.server.chunks import UNFINISHED, Frame, encode
 from octavo.server.generation import Choice, Job
-from octavo.server.logprobs import chat_logprobs
 from octavo.server.reading import Plan
 from octavo.server.schema import ChatRequest
 from octavo.text.assembler import Delta
@@ -97,7 +96,7 @@ class ReadChunks:
         self._readers = [plan.reader() for _ in range(job.num_choices)]
         self._role = encode(call.serving.settings.response_role)
         self._logprobs = bool(body.logprobs)
-        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._writer = call.serving.chat_logprobs[bool(body.return_tokens_as_token_ids)]
         self._prompt_ids = job.prompts[0].ids if body.return_token_ids else None
         self._detailed = self._logprobs or bool(body.return_token_ids)
 
@@ -134,8 +133,7 @@ class ReadChunks:
         if not self._logprobs:
             return []
         entries = delta.logprobs
-        shown = chat_logprobs(entries, as_ids=self._as_ids) if entries else None
-        return [b',"logprobs":', encode(shown)]
+        return [b',"logprobs":', self._writer.write(entries) if entries else b"null"]
 
     def _delta(self, event: Event) -> bytes:
         """The inside of the `delta` of an event; empty if it is not shown."""

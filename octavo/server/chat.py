@@ -163,7 +163,7 @@ class ChatChunks:
         self._frame = Frame(call, body, job, "chat.completion.chunk")
         self._role = encode(call.serving.settings.response_role)
         self._logprobs = bool(body.logprobs)
-        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._writer = call.serving.chat_logprobs[bool(body.return_tokens_as_token_ids)]
         self._prompt_ids = job.prompts[0].ids if body.return_token_ids else None
         self._detailed = self._logprobs or bool(body.return_token_ids)
 
@@ -179,15 +179,11 @@ class ChatChunks:
             parts += (b'"content":', encode(delta.text))
         parts.append(b"}")
         if self._logprobs:
-            parts += (b',"logprobs":', encode(self._logprobs_body(delta)))
+            entries = delta.logprobs
+            parts += (b',"logprobs":', self._writer.write(entries) if entries else b"null")
         parts += frame.tail(delta)
         return opening + frame.event(index, parts)
 
     def usage(self) -> bytes:
         """The last chunk, without choices."""
         return self._frame.usage()
-
-    def _logprobs_body(self, delta: Delta) -> dict[str, Any] | None:
-        if not delta.logprobs:
-            return None
-        return chat_logprobs(delta.logprobs, as_ids=self._as_ids)

@@ -19,6 +19,7 @@ from octavo.server.decode import shorten
 from octavo.server.engine import Engine
 from octavo.server.errors import UnavailableError
 from octavo.server.kept import Streams
+from octavo.server.logprobs import ChatLogprobs
 from octavo.server.settings import ServerSettings
 
 MAX_PRIORITY = 2**31
@@ -45,8 +46,10 @@ class Serving:
     index: int = 0  # of this process, from 1, if there are several
     started: int = field(default_factory=lambda: int(time.time()))
     streams: Streams = field(init=False)
+    chat_logprobs: dict[bool, ChatLogprobs] = field(init=False)  # by `as_ids`
 
     def __post_init__(self) -> None:
+        self.chat_logprobs = {as_ids: ChatLogprobs(as_ids=as_ids) for as_ids in (False, True)}
         self.streams = Streams(self.settings.keep, self.engine.metrics.streams)
 
     @property

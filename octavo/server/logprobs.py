@@ -11,13 +11,57 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from octavo.text.assembler import TokenLogprob
 from octavo.text.tokenizer import Tokenizer
+
+MAX_PARTS = 2**15  # tokens whose JSON is remembered
+
+encode = msgspec.json.encode
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], *, as_ids: bool) -> dict[str, Any]:
     """`choices[].logprobs` of a chat answer."""
     return {"content": [_chat_entry(entry, as_ids) for entry in entries], "refusal": None}
+
+
+class ChatLogprobs:
+    """Writes `choices[].logprobs` of chat events: the JSON of what `chat_logprobs` gives.
+
+    All but the numbers is the same whenever a token comes, and is encoded once.
+    """
+
+    def __init__(self, *, as_ids: bool) -> None:
+        self._as_ids = as_ids
+        self._parts: dict[int, tuple[bytes, bytes]] = {}  # before and after the number
+
+    def write(self, entries: Iterable[TokenLogprob]) -> bytes:
+        """Of tokens that came together."""
+        return b'{"content":[' + b",".join(map(self._entry, entries)) + b'],"refusal":null}'
+
+    def _entry(self, entry: TokenLogprob) -> bytes:
+        known, top = self._parts, entry.top
+        before, after = known.get(entry.token_id) or self._make(
+            entry.token_id, entry.text, entry.raw
+        )
+        numbers = encode([entry.logprob, *[one[1] for one in top]])[1:-1].split(b",")
+        made = [before, numbers[0], after, b',"top_logprobs":[']
+        for (token, _, text, raw), number in zip(top, numbers[1:], strict=True):
+            before, after = known.get(token) or self._make(token, text, raw)
+            made += (before, number, after, b"},")
+        if top:
+            made[-1] = b"}"
+        made.append(b"]}")
+        return b"".join(made)
+
+    def _make(self, token: int, text: str, raw: bytes) -> tuple[bytes, bytes]:
+        if len(self._parts) >= MAX_PARTS:
+            self._parts.clear()
+        shown = _chat_token(token, 0.0, text, raw, self._as_ids)
+        before = b'{"token":' + encode(shown["token"]) + b',"logprob":'
+        parts = self._parts[token] = before, b',"bytes":' + encode(shown["bytes"])
+        return parts
 
 
 def _chat_entry(entry: TokenLogprob, as_ids: bool) -> dict[str, Any]:

@@ -23,7 +23,10 @@ from octavo.server.stream import PIECES_KEY
 
 # Counted by /load while they last.
 GENERATING = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/invocations"}
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+        *("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/invocations"),
+    }
 )
 GENERATING_BELOW = (
     ("/v2/models/", ("/generate", "/generate_stream", "/infer")),

@@ -19,7 +19,9 @@ from octavo.server.schema import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 
@@ -28,6 +30,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

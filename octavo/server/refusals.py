@@ -97,6 +97,18 @@ EMBEDDING_REFUSED: Refusals = {
 }
 
 
+SCORE_REFUSED: Refusals = {
+    "queries": ((), "use text_1, or query at /v1/rerank"),
+    "items": ((), "use text_2, or documents at /v1/rerank"),
+    "instruction": ((), "put it before the texts yourself"),
+    "dimensions": ((), "vectors have the model's own size; leave it out"),
+    "use_activation": ((True,), "scores are cosines as they are; leave it out"),
+    "softmax": ((False,), "scores are cosines as they are; leave it out"),
+    "return_documents": ((True,), "documents are always returned; leave it out"),
+    "max_tokens_per_doc": ((0,), "use truncate_prompt_tokens"),
+}
+
+
 def refuse_unsupported(body: Mapping[str, Any], table: Refusals) -> None:
     """Raises InvalidRequest for the first field of `table` that asks for something."""
     for name in body.keys() & table.keys():

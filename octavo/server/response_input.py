@@ -49,6 +49,8 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     logprobs = _wants_logprobs(body)
+    if body.top_logprobs and not logprobs:
+        _refuse("top_logprobs", f"goes with include: [{_INCLUDED[0]!r}] only")
     effort = _effort(body.reasoning)
     return ChatRequest(
         messages=messages,
@@ -210,7 +212,7 @@ def _wants_logprobs(body: ResponsesRequest) -> bool:
     for name in body.include or ():
         if name not in _INCLUDED:
             _refuse("include", f"holds {name[:60]!r}; known are {', '.join(_INCLUDED)}")
-    return _INCLUDED[0] in (body.include or ()) or bool(body.top_logprobs)
+    return _INCLUDED[0] in (body.include or ())
 
 
 def _effort(reasoning: dict[str, Any] | None) -> str | None:

@@ -185,20 +185,13 @@ class CompletionRequest(Generation, kw_only=True):
     echo: bool | None = None
 
 
-class EmbeddingRequest(Struct, kw_only=True):
-    """Body of POST /v1/embeddings."""
+class Pooled(Struct, kw_only=True):
+    """Fields of requests that are answered by vectors of texts."""
 
-    input: Annotated[
-        str | list[Any], Meta(description="text, list of texts, token ids, or list of token ids")
-    ]
     model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
     pooling: Annotated[
         Literal["last", "mean"] | None,
         Meta(description="which hidden states make the vector; last if left out"),
-    ] = None
-    normalize: Annotated[
-        bool | None, Meta(description="false leaves vectors at their own length")
     ] = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -208,6 +201,33 @@ class EmbeddingRequest(Struct, kw_only=True):
     cache_salt: str | None = None
     timeout: float | None = None
     user: str | None = None
+
+
+class EmbeddingRequest(Pooled, kw_only=True):
+    """Body of POST /v1/embeddings."""
+
+    input: Annotated[
+        str | list[Any], Meta(description="text, list of texts, token ids, or list of token ids")
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: Annotated[
+        bool | None, Meta(description="false leaves vectors at their own length")
+    ] = None
+
+
+class ScoreRequest(Pooled, kw_only=True):
+    """Body of POST /v1/score."""
+
+    text_1: Annotated[str | list[str], Meta(description="one text, or as many as in text_2")]
+    text_2: str | list[str]
+
+
+class RerankRequest(Pooled, kw_only=True):
+    """Body of POST /v1/rerank."""
+
+    query: str
+    documents: list[str]
+    top_n: Annotated[int | None, Meta(description="how many are answered; 0 is all")] = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

@@ -135,19 +135,14 @@ class Assembler:
             delta.stop_reason = output.stop_id
 
     def _logprob(self, entry: TokenLogprobs) -> TokenLogprob:
-        tops = [
-            (token, _finite(value), *self._texts(token))
-            for token, value in zip(entry.ids[1:], entry.values[1:], strict=True)
+        shown = _nothing if self._tokenizer is None else self._tokenizer.shown
+        (token, value, text, raw), *tops = [
+            (token, value if LOGPROB_FLOOR < value < math.inf else LOGPROB_FLOOR, *shown(token))
+            for token, value in zip(entry.ids, entry.values, strict=True)
         ]
-        token = entry.ids[0]
-        text, raw = self._texts(token)
-        return TokenLogprob(token, _finite(entry.values[0]), entry.rank, text, raw, tops)
-
-    def _texts(self, token: int) -> tuple[str, bytes]:
-        if self._tokenizer is None:
-            return "", b""
-        return self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)
+        return TokenLogprob(token, value, entry.rank, text, raw, tops)
 
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) and value > LOGPROB_FLOOR else LOGPROB_FLOOR
+def _nothing(_: int) -> tuple[str, bytes]:
+    """Stands for a tokenizer where texts are not wanted."""
+    return "", b""

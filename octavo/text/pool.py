@@ -18,7 +18,6 @@ import threading
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from octavo.errors import RequestFailed
 from octavo.text.tokenizer import Tokenizer
@@ -47,24 +46,27 @@ class EncoderPool:
         self._tokenizer = tokenizer
         self._idle_seconds = idle_seconds
         self._turns = asyncio.Semaphore(processes)
-        self._file: Path | None = None
+        self._file: int | None = None  # a descriptor: the file has no name, and nothing is left
         self._preparing = threading.Lock()  # a process must not find half a file
         self._idle: list[_Worker] = []
         self._all: set[asyncio.subprocess.Process] = set()
 
     def prepare(self) -> None:
-        """Writes the tokenizer down for the processes; holds the interpreter for a moment."""
+        """Writes the tokenizer down for the processes; holds the interpreter for a moment.
+
+        Nothing is left of the file if this process is killed.
+        """
         with self._preparing:
             if self._file is None:
                 handle, name = tempfile.mkstemp(prefix="octavo-", suffix=".tokenizer.json")
-                os.close(handle)
-                self._file = Path(name)
-                self._tokenizer.backend.save(name, pretty=False)
-
-    @property
-    def num_processes(self) -> int:
-        """How many run now."""
-        return len(self._all)
+                try:
+                    self._tokenizer.backend.save(name, pretty=False)
+                except BaseException:
+                    os.close(handle)
+                    raise
+                finally:
+                    os.unlink(name)
+                self._file = handle
 
     async def encode(self, text: str) -> array[int]:
         """Token ids of a text as i32. Raises RequestFailed if the process is lost."""
@@ -87,7 +89,7 @@ class EncoderPool:
         return array("i", data)
 
     async def close(self) -> None:
-        """Ends all processes and removes the file."""
+        """Ends all processes and frees the file."""
         for worker in self._idle:
             if worker.ending is not None:
                 worker.ending.cancel()
@@ -95,13 +97,15 @@ class EncoderPool:
         for process in tuple(self._all):
             await self._end(process)
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            os.close(self._file)
             self._file = None
 
     async def _start(self) -> _Worker:
         await asyncio.to_thread(self.prepare)
+        assert self._file is not None, "it has been prepared"
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "octavo.text.encoder", str(self._file)),
+            *(sys.executable, "-m", "octavo.text.encoder", f"/dev/fd/{self._file}"),
+            pass_fds=(self._file,),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=READ_AHEAD,

@@ -101,6 +101,7 @@ class Tokenizer:
         words = sorted(self._specials, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._plain: dict[bool, tokenizers.Tokenizer] = {}
+        self._shown: dict[int, tuple[str, bytes]] = {}
         self._elsewhere: Callable[[str], Awaitable[array[int]]] | None = None
         eats = any(info.lstrip or info.rstrip for _, info in self._specials.values())
         self._reach = 0 if eats else _reach(backend, self.bytes_table, kind)
@@ -257,14 +258,17 @@ class Tokenizer:
         """One token as text, U+FFFD where it is a part of a character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def shown(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes of one token as `token_text` and `token_bytes`, remembered."""
+        found = self._shown.get(token)
+        if found is None:
+            found = self._shown[token] = (self.token_text(token), self.token_bytes(token))
+        return found
+
     @property
     def vocab_size(self) -> int:
         """Size of the id table, added tokens included."""
         return len(self.bytes_table)
-
-    def is_special(self, token: int) -> bool:
-        """True for tokens that are control and not text."""
-        return token in self.special_ids
 
 
 def _check_text(text: str) -> None:

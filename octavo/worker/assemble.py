@@ -80,7 +80,7 @@ def open_device(config: WorkerConfig, place: Place | None = None) -> Device:
     """
     place = place or Place()
     if config.device == "cpu":
-        return CpuDevice(config.threads, sharers=place.local_size)
+        return CpuDevice(config.threads, sharers=place.local_size * config.parallel.replicas)
     name, _, index = config.device.partition(":")
     if name != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(
@@ -137,7 +137,7 @@ def choose(
 ) -> Choices:
     """Decides number format, kernels and attention. Raises ConfigError."""
     dtype, dtype_note = _dtype(config, spec, device)
-    copies = _copies_fit(spec, scheme, device)
+    copies = device.own_memory and copies_fit(spec, scheme, device.total_memory())
     ops, kernel_notes = select_kernels(
         dtype,
         config.kernels,
@@ -153,7 +153,7 @@ def choose(
         device=device.name,
         block_size=_block_size(config, device),
         dtype=dtype,
-        cache_dtype=_cache_dtype(config, dtype),
+        cache_dtype=cache_format(config, dtype),
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
     weights = [] if scheme is None else [note_of(scheme, ops, dtype)]
@@ -164,11 +164,11 @@ def choose(
     return Choices(spec, dtype, ops, attention, need, notes, scheme)
 
 
-def _copies_fit(spec: ModelSpec, scheme: Scheme | None, device: Device) -> bool:
+def copies_fit(spec: ModelSpec, scheme: Scheme | None, total_bytes: int) -> bool:
     """Whether weights of 4 bits are kept plain too, which more than a few rows are faster with."""
-    if scheme is None or scheme.kind != "int4" or not device.own_memory:
+    if scheme is None or scheme.kind != "int4":
         return False
-    return plain_bytes(spec) <= COPY_SHARE * device.total_memory()
+    return plain_bytes(spec) <= COPY_SHARE * total_bytes
 
 
 def plain_bytes(spec: ModelSpec) -> int:
@@ -180,11 +180,14 @@ def plain_bytes(spec: ModelSpec) -> int:
 def build(
     config: WorkerConfig,
     choices: Choices,
-    device: Device,
+    device: str,
     checkpoint: Checkpoint,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """The decoder without weights. Positions beyond the longest sequence get no rotary table."""
+    """The decoder without weights, on `device` by its name.
+
+    Positions beyond the longest sequence get no rotary table.
+    """
     longest = config.max_model_len or 0
     spec = choices.spec
     if 0 < longest < spec.max_model_len:
@@ -194,7 +197,7 @@ def build(
         spec,
         Build(
             mesh=mesh or Mesh.single(),
-            device=device.name,
+            device=device,
             dtype=choices.dtype,
             ops=choices.ops,
             quant=methods.plain,
@@ -207,17 +210,22 @@ def build(
 
 def check_room(decoder: Decoder, free_bytes: int) -> None:
     """Refuses a model whose weights alone are more than the memory left. Raises ConfigError."""
-    needed = sum(
-        prod(param.shape) * param.dtype.itemsize if param.kept_bytes is None else param.kept_bytes
-        for _, layer in decoder.named_layers()
-        for param in layer.param_specs().values()
-    )
+    needed = weight_bytes(decoder)
     if needed > free_bytes:
         raise ConfigError(
             f"the model's weights need {size_text(needed)}, but only {size_text(free_bytes)} of "
             "memory is free; use a smaller model or a machine with more memory",
             "model",
         )
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes of this rank's weights once they are finished; they need not be there yet."""
+    return sum(
+        prod(param.shape) * param.dtype.itemsize if param.kept_bytes is None else param.kept_bytes
+        for _, layer in decoder.named_layers()
+        for param in layer.param_specs().values()
+    )
 
 
 def fill(
@@ -271,7 +279,8 @@ def _dtype(config: WorkerConfig, spec: ModelSpec, device: Device) -> tuple[torch
     return dtype, f"dtype: {_name(dtype)}, {reason} (the checkpoint has {spec.dtype})"
 
 
-def _cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
+def cache_format(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
+    """The number format of keys and values, under activations of `dtype`. Raises ConfigError."""
     if config.kv_cache_dtype == "auto":
         return dtype
     if config.kv_cache_dtype in _FP8:
@@ -284,6 +293,11 @@ def _cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
             "kv_cache_dtype",
         )
     return wanted
+
+
+def plain_format(name: str) -> torch.dtype:
+    """The number format of activations by its name. Raises ConfigError."""
+    return _dtype_named(name, "dtype")
 
 
 def _dtype_named(name: str, option: str) -> torch.dtype:

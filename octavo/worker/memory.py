@@ -6,12 +6,13 @@ loaded. Not for: taking the memory (`cache.py`). Next file: `cache.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError
 
 GIB = 2**30
 DEFAULT_BYTES = 4 * GIB
+GRAPH_BYTES = 2**29  # of the memory that captured graphs share
 FIT = -1  # of max_model_len: the longest that the cache holds
 
 
@@ -30,6 +31,20 @@ class CacheRequest:
     kv_cache_memory_bytes: int | None = None
     num_blocks: int | None = None
     own_memory: bool = False  # nobody else needs the device's memory: all of the budget is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A device's memory in bytes: all of it, what was free at the start, and what is free now."""
+
+    total: int
+    free_at_start: int
+    free: int
+    own: bool  # nobody else needs it
+
+    def after(self, num_bytes: int) -> Room:
+        """With so much more taken."""
+        return replace(self, free=max(0, self.free - num_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,16 @@ def cache_bytes_per_block(
     There `head_dim` is the latent's rank and the rotated dimensions, and there is one head.
     """
     return (1 if latent else 2) * num_layers * num_kv_heads * head_dim * block_size * item_bytes
+
+
+def budget_of(room: Room, fraction: float, peak: int = 0) -> int:
+    """Bytes that the cache may take, if weights and cache may have `fraction` of the memory.
+
+    `peak` is what a step takes for a while. On a device of its own, graphs get a part too.
+    """
+    if room.own:
+        return int(fraction * room.total) - (room.total - room.free) - peak - GRAPH_BYTES
+    return int(fraction * room.free_at_start) - max(0, room.free_at_start - room.free)
 
 
 def plan_cache(request: CacheRequest) -> CachePlan:

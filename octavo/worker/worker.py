@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 
 from octavo.config import Place, WorkerConfig
@@ -39,14 +40,14 @@ from octavo.worker.assemble import (
     scheme_of,
     shortened,
 )
-from octavo.worker.memory import CachePlan, CacheRequest, plan_cache
+from octavo.worker.forecast import against, cache_request, expect
+from octavo.worker.memory import CachePlan, CacheRequest, Room, plan_cache
 from octavo.worker.parts import Parts, make_parts
 from octavo.worker.runner import Model, Runner, StepHandle
 
 Report = Callable[[str], None]
 WARM_UP_TOKENS = 4
 LONG_PROMPT = 2048  # tokens, from which kernels for long prompts serve, if there are any
-GRAPH_BYTES = 2**29  # of the memory that captured graphs share
 
 
 class Worker:
@@ -92,8 +93,9 @@ class Worker:
             size, threads = choices.spec.vocab_size, min(8, device.threads)
             self._grammars = Grammars(config.vocabulary, size, threads)
         with self._phase("build"):
-            decoder = build(config, choices, device, checkpoint, mesh)
+            decoder = build(config, choices, device.name, checkpoint, mesh)
             check_room(decoder, device.free_memory())
+            expected = expect(config, choices, decoder, self._room(free_at_start))
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
             cache_note = scale_cache(decoder, checkpoint, choices)
@@ -118,8 +120,13 @@ class Worker:
             *filter(None, (cache_note,)),
             fuse_note,
             *cache.notes,
+            against(expected, loaded.param_bytes, peak, cache),
             *warm_up_notes,
         ]
+        if parts.graphs is not None and choices.ops.tune is not None:
+            folder = None if config.cache_dir is None else Path(config.cache_dir)
+            with self._phase("products"):
+                notes.append(choices.ops.tune(parts.many(), folder))
         if device.asynchronous:
             with self._phase("graphs"):
                 notes.append(parts.capture())
@@ -183,27 +190,17 @@ class Worker:
         self._report(f"load {done * 100 // max(1, total)}%")
 
     def _cache_request(self, choices: Choices, free_at_start: int, peak: int = 0) -> CacheRequest:
-        config, device = self._config, self._device
-        free = device.free_memory()
-        layout = choices.attention.layout(choices.need, 1)
-        if device.own_memory:
-            total = device.total_memory()
-            budget = int(config.memory_fraction * total) - (total - free) - peak - GRAPH_BYTES
-        else:
-            budget = int(config.memory_fraction * free_at_start) - max(0, free_at_start - free)
-        return CacheRequest(
-            block_size=choices.need.block_size,
-            bytes_per_block=layout.layer_bytes * self._num_layers(choices),
-            model_max_len=choices.spec.max_model_len,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            free_bytes=free,
-            total_bytes=device.total_memory(),
-            budget_bytes=budget,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            num_blocks=config.num_blocks,
-            own_memory=device.own_memory,
+        return cache_request(
+            self._config,
+            choices,
+            self._room(free_at_start),
+            num_layers=self._num_layers(choices),
+            peak=peak,
         )
+
+    def _room(self, free_at_start: int) -> Room:
+        device = self._device
+        return Room(device.total_memory(), free_at_start, device.free_memory(), device.own_memory)
 
     def _num_layers(self, choices: Choices) -> int:
         """Of this rank's stage."""

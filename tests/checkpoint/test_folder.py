@@ -168,6 +168,14 @@ def test_a_gguf_in_a_folder(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path)).kind == "hf"
 
 
+@pytest.mark.parametrize("ranks", ["qwen.tiktoken", "tiktoken.model"])
+def test_ranks_without_a_tokenizer_are_refused_with_the_remedy(folder: Path, ranks: str) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / ranks).write_text("IQ== 0\n")
+    with pytest.raises(CheckpointError, match=f"{ranks} lacks .*save_pretrained"):
+        open_checkpoint(str(folder)).load_tokenizer()
+
+
 def test_load_format_and_revision_are_checked(folder: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(str(folder), load_format="pt")

@@ -24,6 +24,8 @@ GAP = 0.06
 class PacedCore:
     """Stands where an `EngineCore` stands."""
 
+    allowance = 0.0
+
     def __init__(self) -> None:
         self._due: list[tuple[float, str]] = []
         self._left: dict[str, int] = {}  # tokens still to come
@@ -39,6 +41,12 @@ class PacedCore:
 
     def control(self, op: str, args) -> dict[str, str]:
         return {}
+
+    def check(self) -> None:
+        """Nothing can be lost."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def has_work(self) -> bool:
         return bool(self._left)

@@ -54,6 +54,11 @@ class Shared:
         """Another view."""
         return Shared(self.tensor.permute(order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        """The same memory in other slots."""
+        assert dtype == self.tensor.dtype
+        return Shared(self.tensor.view(shape))
+
 
 class Pointer:
     """Into flat memory, at one place or many."""
@@ -187,7 +192,13 @@ def language(launched: Callable[[], Kernel]) -> dict[str, Any]:
     nothing = dict.fromkeys(
         ("NVMMASharedLayout", "NVMMADistributedLayout", "BlockedLayout", "SliceLayout")
     )
-    tensors = {"where": torch.where, "exp": torch.exp}
+    tensors = {
+        "where": torch.where,
+        "exp": torch.exp,
+        "reshape": torch.reshape,
+        "permute": torch.permute,
+        "split": lambda value: value.unbind(-1),
+    }
     kinds = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
     return {
         **{name: lambda *_, **__: None for name in nothing},
@@ -199,6 +210,7 @@ def language(launched: Callable[[], Kernel]) -> dict[str, Any]:
         "num_programs": lambda axis: torch.tensor(launched().grid[axis]),
         "cdiv": lambda value, size: -(-value // size),
         "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
         "arange": lambda first, end, _: torch.arange(first, end),
         "zeros": lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
         "convert_layout": lambda value, _: value,

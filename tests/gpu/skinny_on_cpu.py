@@ -40,6 +40,8 @@ def main(seed: int) -> None:
         cut = skinny.cut_of(count, outputs, columns, processors, gated=silu)
         if random.random() < 0.3:
             cut = replace(cut, span=random.randint(4, 20), line=count <= skinny.FEW)
+        if silu and random.random() < 0.7:
+            cut = replace(cut, columns=skinny.JOINED_COLUMNS, joined=True)
         print(count, rows, columns, silu, bias, processors, cut, flush=True)
         x = torch.randn(count, columns).bfloat16()
         weight = (torch.randn(rows, columns) * columns**-0.5).bfloat16()

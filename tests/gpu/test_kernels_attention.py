@@ -16,7 +16,6 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
-from octavo.attention import triton as attention
 from octavo.attention.prefill import TritonRows
 from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
 from octavo.kernels.triton import attention_tiles as tiles
@@ -304,10 +303,8 @@ def test_newest_tokens_within_attention(
     changes: dict[str, object],
     norms: bool,
     form: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all rows decode: the same results and the same pages as of a launch before it."""
-    monkeypatch.setattr(attention, "TURNS", True)
     need = make_need(device, **changes)
     backend = TritonAttention()
     lens = [1, 16, 17, 150, 3, 129]
@@ -326,7 +323,7 @@ def test_newest_tokens_within_attention(
         kv=KVCache((batch.kv.keys[0].clone(),), (batch.kv.values[0].clone(),), need.block_size),
     )
     poison_allocator(device)
-    planned = backend.plan(batch, form)
+    planned = replace(backend.plan(batch, form), turns=True)  # of a list too, if it is asked
     found = backend.forward_fused(qkv, rules, 0, need, replace(batch, attn=planned))
     q = rotary.rope_store(
         qkv,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from octavo.attention.base import AttentionNeed
+from octavo.attention.fa3 import INTERFACE, Fa3Prefill
 from octavo.attention.prefill import Prefill, TritonPrefill, trial
 from octavo.attention.triton import TritonAttention
 from octavo.forward import ForwardBatch
 from octavo.kernels.triton.attention_decode import Heads
+from tests.gpu import flash_attention_3
 from tests.gpu.measure import bound, distance
 from tests.gpu.test_kernels_attention import dense, make_batch, make_need
 
@@ -75,3 +78,25 @@ def test_a_library_takes_mixed_steps_whole(device: torch.device, q_lens: list[in
     found = backend.forward(q, k, v, 0, need, batch)
     assert distance(found, dense(q, need, batch)) < bound(device, need.dtype)
     assert library.firsts == ([0] if 40 in q_lens else [])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 80, "block_size": 32}, {"window": 9}, {"soft_cap": 2.0}]
+)
+def test_flash_attention_3_is_asked_as_its_package_says(
+    device: torch.device, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its interface, with a package in its place that does the same in plain torch."""
+    monkeypatch.setitem(sys.modules, INTERFACE, flash_attention_3)
+    need = make_need(device, **changes)
+    backend = TritonAttention(Fa3Prefill())
+    assert backend.name == "fa3"
+    assert trial(Fa3Prefill(), need) is None
+    for q_lens, kv_lens in (([1, 1, 40, 5], [70, 9, 45, 20]), ([33, 2], [33, 60])):
+        batch = make_batch(need, backend, q_lens, kv_lens)
+        q = torch.randn(batch.num_tokens, need.num_heads, need.head_dim, device=device)
+        shape = (2, batch.num_tokens, need.num_kv_heads, need.head_dim)
+        k, v = torch.randn(shape, device=device).to(need.dtype)
+        batch = replace(batch, attn=backend.plan(batch))
+        found = backend.forward(q.to(need.dtype), k, v, 0, need, batch)
+        assert distance(found, dense(q.to(need.dtype), need, batch)) < bound(device, need.dtype)

@@ -210,6 +210,20 @@ def test_refused(compiler: GrammarCompiler, says: str, demand: dict[str, Any]) -
     assert compiler.compile(StructuredOutputs(choice=["a"])).text
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/%24defs/a%20b", "$defs": {"a b": {"type": "null"}}},
+        {"type": "array", "items": {"type": "null"}, "uniqueItems": False, "maxItems": 2},
+        nested(60),
+        {**OBJECT, "properties": {f"p{i}": True for i in range(480)}},
+    ],
+    ids=range(4),
+)
+def test_not_refused(compiler: GrammarCompiler, schema: Any) -> None:
+    assert compiler.compile(StructuredOutputs(json=schema)).json
+
+
 def test_schemas_in_tags_are_checked_as_others_are(compiler: GrammarCompiler) -> None:
     tag = Tag(begin="<a>", end="</a>", schema={"type": "object", "uniqueItems": True})
     with pytest.raises(InvalidRequest, match="uniqueItems"):

@@ -59,9 +59,11 @@ class Driver:
         layers = model.spec.num_layers
 
         def pages(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-            return tuple(torch.full(shape, torch.nan, dtype=layout.dtype) for _ in range(layers))
+            empty = torch.full(shape, torch.nan, dtype=torch.float32, device=build.device)
+            return tuple(empty.to(layout.dtype, copy=True) for _ in range(layers))
 
         self.model = model
+        self.device = build.device
         self.attention = build.attention
         self.block_size = build.need.block_size
         self.kv = KVCache(pages(layout.key), pages(layout.value), self.block_size)
@@ -149,21 +151,22 @@ class Driver:
             sampled += range(indptr[-2], indptr[-1]) if every else [indptr[-1] - 1]
         width = max(len(row.blocks) for row, _ in work) + 1
         table = [row.blocks + [0] * (width - len(row.blocks)) for row, _ in work]
+        here = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
         batch = ForwardBatch(
             num_rows=len(work),
             num_tokens=len(ids),
             num_decodes=len(decodes),
-            positions=i32(positions),
-            slot_map=i32(slots),
-            q_indptr=i32(indptr),
-            kv_lens=i32(lens),
-            block_table=torch.tensor(table, dtype=torch.int32),
-            sample_rows=i32(sampled),
+            positions=here(positions),
+            slot_map=here(slots),
+            q_indptr=here(indptr),
+            kv_lens=here(lens),
+            block_table=here(table),
+            sample_rows=here(sampled),
             max_q=max(n for _, n in work),
             max_kv=max(lens),
             kv=self.kv,
         )
-        return replace(batch, attn=self.attention.plan(batch)), i32(ids)
+        return replace(batch, attn=self.attention.plan(batch)), here(ids)
 
 
 def i32(values: Sequence[int]) -> Tensor:
@@ -181,6 +184,8 @@ def parts_of(kernels: str, need: AttentionNeed) -> tuple[Ops, AttentionBackend]:
     plain: AttentionBackend = LatentSdpaAttention() if need.latent else SdpaAttention()
     if kernels == "reference":
         return reference_ops(need.dtype), plain
+    if kernels == "triton":
+        return triton_parts(need)
     if kernels == "onednn":
         table = onednn_ops(need.dtype)
         if isinstance(table, str):
@@ -196,6 +201,22 @@ def parts_of(kernels: str, need: AttentionNeed) -> tuple[Ops, AttentionBackend]:
     return NativeOps(library, need.dtype).table("for tests"), attention
 
 
+def triton_parts(need: AttentionNeed) -> tuple[Ops, AttentionBackend]:
+    """What serves a model on a GPU; under Triton's interpreter the same kernels on the CPU."""
+    from octavo.attention.select import select
+    from octavo.kernels.gpu import table_of, triton_ops
+
+    attention, notes = select(need)
+    if need.device == "cpu":
+        attention, notes = select(need, "mla_triton" if need.latent else "triton")
+    print(notes)
+    if need.device == "cpu":
+        return table_of(need.dtype, (8, 0)), attention
+    ops = triton_ops(need.dtype, torch.device(need.device))
+    assert isinstance(ops, Ops), ops
+    return ops, attention
+
+
 def start(
     spec: ModelSpec,
     state: dict[str, Tensor],
@@ -204,14 +225,22 @@ def start(
     seed: int,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    cache_dtype: torch.dtype | None = None,
 ) -> Driver:
-    """A driver over the kernels of that name: reference, onednn, native, or fused."""
+    """A driver over the kernels of that name: reference, onednn, native, fused, or triton."""
     need = attention_need(
-        spec, mesh=Mesh.single(), device="cpu", block_size=block_size, dtype=dtype
+        spec,
+        mesh=Mesh.single(),
+        device=device,
+        block_size=block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
     )
     ops, attention = parts_of(kernels, need)
     build = make_build(spec, dtype=dtype, block_size=block_size, ops=ops, attention=attention)
-    decoder = fill(build_model(spec, build), state)
+    build = replace(build, device=device, need=need)
+    decoder = fill(build_model(spec, build), state, device)
     if kernels != "fused":
         return Driver(decoder, build, num_blocks=NUM_BLOCKS, seed=seed)
     fused = fuse(decoder, ops)
@@ -244,7 +273,7 @@ def make_build(
     )
 
 
-def fill(decoder: Decoder, state: dict[str, Tensor]) -> Decoder:
+def fill(decoder: Decoder, state: dict[str, Tensor], device: str = "cpu") -> Decoder:
     """Sets every parameter from checkpoint tensors by name, and finishes the decoder."""
     names = family_of(decoder.spec.architecture).names
     for layer_name, layer in decoder.named_layers():
@@ -254,7 +283,7 @@ def fill(decoder: Decoder, state: dict[str, Tensor]) -> Decoder:
                 for index, part in enumerate(spec.parts)
             ]
             tensor = torch.cat(parts, dim=spec.out_dim or 0)
-            layer.set_param(name, tensor.to(spec.dtype))
+            layer.set_param(name, tensor.to(device, spec.dtype))
     decoder.finish()
     return decoder
 

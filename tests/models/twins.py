@@ -231,6 +231,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss-wide": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 4}),
+    "glm": ("Glm", {"head_dim": 32, "pad_token_id": 0, "attention_bias": False}),
     "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0}),
 }
 

@@ -28,8 +28,11 @@ MORE = [
     ("llama-one-kv-head", 4, 1),
     ("qwen3-biases-window", 2, 2),
     ("phi3", 2, 1),
+    ("gpt-oss", 2, 1),
+    ("gpt-oss", 1, 2),
     ("qwen2-moe", 2, 1),
     ("glm4", 1, 2),
+    ("gpt-oss", 2, 2),
     ("mixtral", 2, 2),
     ("deepseek-v3", 2, 2),
 ]

@@ -32,6 +32,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi"},
     "/v1/completions": {"prompt": "The owls"},
     "/v1/embeddings": {"input": "The owls"},
+    "/v1/score": {"text_1": "The owls", "text_2": ["a", "b"]},
+    "/v1/rerank": {"query": "The owls", "documents": ["a", "b"]},
     "/tokenize": {"messages": MESSAGES},
     "/detokenize": {"tokens": [5]},
     "/v2/models/{name}/generate": {"text_input": "The owls"},

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from octavo.server import logprobs
 from octavo.server.app import create_app
-from octavo.server.logprobs import CompletionLogprobs, prompt_logprobs_body
+from octavo.server.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    prompt_logprobs_body,
+)
 from octavo.server.middleware import Edge
 from octavo.server.protocol import LimitedProtocol
 from octavo.server.settings import HttpLimits
@@ -25,6 +33,32 @@ from tests.server.fake_engine import FakeEngine
 
 def entry(token: int, raw: bytes, top: list[tuple[int, float, str, bytes]]) -> TokenLogprob:
     return TokenLogprob(token, -1.0, 1, raw.decode("utf-8", "replace"), raw, top)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_log_probs_of_chat_events_are_those_of_whole_answers(
+    as_ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they are put together of parts; these are forgotten when there are too many."""
+    monkeypatch.setattr(logprobs, "MAX_PARTS", 20)
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    dice = random.Random(seed)
+    raws = [dice.randbytes(dice.randint(0, 4)) for _ in range(25)]
+    raws += [text.encode() for text in ("a", '"', "\\", "100%b %d", "\n", "🦉", "</s>", "\0", "é")]
+    writer = ChatLogprobs(as_ids=as_ids)
+
+    def one(count: int) -> TokenLogprob:
+        tops = [(token, -20 * dice.random(), raws[token].decode("utf-8", "replace"), raws[token])
+                for token in dice.choices(range(len(raws)), k=count)]  # fmt: skip
+        token = dice.randrange(len(raws))
+        made = entry(token, raws[token], tops)
+        made.logprob = dice.choice([-9999.0, -0.0, 0.0, -1e-7, -12345.678, -20 * dice.random()])
+        return made
+
+    for _ in range(60):
+        entries = [one(dice.randint(0, 6)) for _ in range(dice.randint(1, 3))]
+        assert writer.write(entries) == msgspec.json.encode(chat_logprobs(entries, as_ids=as_ids))
 
 
 def test_parts_of_characters_keep_their_bytes_in_completions() -> None:

@@ -260,6 +260,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"inputs": "x"}, "inputs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"max_output_tokens": 10**60}, "max_output_tokens"),
 ]
 
 

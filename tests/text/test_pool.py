@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import threading
 from array import array
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +34,10 @@ async def test_ids_are_those_of_the_tokenizer() -> None:
         found = await asyncio.gather(*map(pool.encode, texts))
         for text, ids in zip(texts, found, strict=True):
             assert ids.tolist() == tokenizer.encode(text, False)
-        assert 1 <= pool.num_processes <= 2
+        assert 1 <= len(pool._all) <= 2
     finally:
         await pool.close()
-    assert pool.num_processes == 0
+    assert not pool._all
 
 
 async def test_only_the_longest_texts_go_there() -> None:
@@ -78,12 +80,22 @@ async def test_a_lost_process_fails_one_text() -> None:
         await pool.close()
 
 
+async def test_nothing_is_left_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = EncoderPool(chat_tokenizer(), processes=2)
+    try:
+        await asyncio.gather(pool.encode("a"), pool.encode("b"))
+        assert list(tmp_path.iterdir()) == [], "nor while it is in use"
+    finally:
+        await pool.close()
+
+
 async def test_processes_without_work_end() -> None:
     pool = EncoderPool(chat_tokenizer(), idle_seconds=0.05)
     try:
         await pool.encode("a")
-        assert pool.num_processes == 1
-        while pool.num_processes:
+        assert len(pool._all) == 1
+        while pool._all:
             await asyncio.sleep(0.01)
         assert len(await pool.encode("a")) == 1
     finally:

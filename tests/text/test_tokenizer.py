@@ -143,15 +143,15 @@ def test_special_texts():
     assert CHAT.find_special(text)
     assert not CHAT.find_special("<|im_end|")
     assert CHAT.replace_special(text, lambda found: f"[{len(found)}]") == "A[10]B"
-    assert CHAT.is_special(2)
-    assert not CHAT.is_special(40)
+    assert 2 in CHAT.special_ids
+    assert 40 not in CHAT.special_ids
     assert CHAT.eos_ids == (2,)
 
 
 def test_ids_named_special_by_the_model_are_special():
     added = CHAT.backend.token_to_id("  added  ")
     tokenizer = chat_tokenizer(special_ids=[added])
-    assert tokenizer.is_special(added)
+    assert added in tokenizer.special_ids
     assert added not in tokenizer.encode_plain("x  added  y")
     assert added in CHAT.encode_plain("x  added  y")
     assert tokenizer.decode([added]) == ""

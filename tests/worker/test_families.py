@@ -55,3 +55,12 @@ def test_a_backend_without_latents_is_refused_with_the_reason(tmp_path: Path) ->
     twin.model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no multi-head latent attention"):
         Worker(config_of(tmp_path, attention_backend="sdpa")).load()
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss"])
+def test_experts_are_not_quantized_in_silence(case: str, tmp_path: Path) -> None:
+    twin = make_twin(case)
+    twin.model.save_pretrained(tmp_path)
+    config = config_of(tmp_path, dtype="bfloat16", quantization="fp8", max_model_len=96)
+    with pytest.raises(ConfigError, match="routed experts"):
+        Worker(config).load()

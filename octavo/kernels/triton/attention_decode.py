@@ -11,7 +11,7 @@ Flash-Decoding (Dao et al. 2023):
             its own: rows of very different lengths keep all processors busy
 
 Lengths are read on the device alone, so a captured graph serves any lengths. A row of length 0 is
-padding and gives zeros. Next file: `attention_newest.py`.
+padding and gives zeros. Next file: `attention_pieces.py`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from octavo.kernels.triton.attention_math import (
 )
 from octavo.kernels.triton.attention_newest import (
     Newest,
-    ask_for,
     newest_score,
     store_newest,
     turned,
     with_newest,
 )
+from octavo.kernels.triton.attention_pieces import Pieces, merge, merged_pieces, piece_of
 from octavo.kernels.triton.launch import pdl, power_of_2
 from octavo.kernels.triton.rotary import scaled
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SPLIT_CHUNK, LIST_CHUNK = 8, 16  # pieces that are merged at once
+SPLIT_CHUNK = 8  # pieces that are merged at once
 MERGED_HEADS = 4  # by a program of the split form: their pieces are on their way together
-AHEAD = 1  # blocks of a program that are asked for before the projection is done
-MOST_ROWS = 512  # of a batch, as a rule: one kernel lists the pieces of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +71,6 @@ class Tile:
     masked: bool = False  # what lies after a row's last key in its page is not read
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Where the pieces of a step are told and kept; memory that lives as long as the backend."""
-
-    splits: int  # pieces of each row; 1 is the single form, 0 the list form
-    items: Tensor  # i32[3, W] of the list form: row (-1: none), first block, last key + 1
-    firsts: Tensor  # i32[R] of the list form: a row's first item
-    counts: Tensor  # i32[R]: its number of items
-    partial: Tensor  # f32, room for W * Q * D: what each piece found
-    lse: Tensor  # f32, room for W * Q: its log-sum-exp, base 2
-    arrived: Tensor  # i32[R * K] of the split form: pieces found so far, zero between launches
-
-
 @triton.jit
 def _load_seen(
     first_ptr, offsets, visible, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr
@@ -96,45 +81,6 @@ def _load_seen(
         inside = visible[:, None] & (d < D)[None, :]
         return tl.load(first_ptr + offsets[:, None] + d[None, :], mask=inside, other=0.0)
     return load_block(first_ptr, offsets, D, DP)
-
-
-@triton.jit
-def _merged(
-    partial_ptr,
-    lse_ptr,
-    sinks_ptr,
-    first,
-    count,
-    heads,  # [H]
-    Q: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """f32 [H, DP]: pieces first..first+count of query heads, weighed by their log-sum-exps."""
-    d = tl.arange(0, DP)[None, None, :]
-    best = tl.full(heads.shape, LOWEST, tl.float32)
-    total = tl.zeros(heads.shape, tl.float32)
-    if SINKS:
-        best = tl.load(sinks_ptr + heads) * LOG2_E
-        total += 1.0
-    acc = tl.zeros([heads.shape[0], DP], tl.float32)
-    for start in range(0, count, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        inside = (s < count)[None, :]
-        at = (first + s).to(tl.int64)[None, :] * Q + heads[:, None]
-        lse = tl.load(lse_ptr + at, mask=inside, other=LOWEST, cache_modifier=".cg")
-        where = partial_ptr + at[:, :, None] * D + d
-        mask = inside[:, :, None] & (d < D)
-        part = tl.load(where, mask=mask, other=0.0, cache_modifier=".cg")
-        new_best = tl.maximum(best, tl.max(lse, 1))
-        weight = tl.where(lse > LOWEST, tl.exp2(lse - new_best[:, None]), 0.0)
-        shrink = tl.exp2(best - new_best)
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
-        total = total * shrink + tl.sum(weight, 1)
-        best = new_best
-    return acc / tl.maximum(total, 1e-30)[:, None]
 
 
 @triton.jit(
@@ -191,14 +137,12 @@ def decode_kernel(
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     SCALED: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks that are asked for before the wait
     PDL: tl.constexpr,
 ):
     """One program a piece and key head."""
     if PDL:
         gdc_launch_dependents()
-        if AHEAD == 0:
-            gdc_wait()
+        gdc_wait()
     head = tl.program_id(1)
     if LIST:
         piece = tl.program_id(0)
@@ -213,11 +157,7 @@ def decode_kernel(
         row = tl.program_id(0)
         piece = row * splits + tl.program_id(2)
         length = tl.load(lens_ptr + row)
-        begin = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-        first = begin // BN if WINDOW > 0 else 0
-        span = tl.cdiv(tl.cdiv(length, BN) - first, splits)
-        low = (first + tl.program_id(2) * span) * BN
-        high = tl.minimum(low + span * BN, length)
+        begin, low, high = piece_of(length, tl.program_id(2), splits, BN, WINDOW)
     row_table = table_ptr + row.to(tl.int64) * table_stride
     key_ptr = keys_ptr + head.to(tl.int64) * head_stride
     if PAIRS:
@@ -228,18 +168,6 @@ def decode_kernel(
     if NEWEST:
         owns = (high == length) & (low < high)
         high = tl.minimum(high, length - 1)
-    if AHEAD > 0:
-        for ahead in tl.static_range(AHEAD):
-            start = low + ahead * BN
-            if start < high:
-                offsets = page_offsets(row_table, start, high, page_stride, P, BN, D)
-                ask_for(key_ptr, offsets, D)
-                if PAIRS:
-                    ask_for(value_ptr, offsets // 2, D // 2)
-                else:
-                    ask_for(value_ptr, offsets, D)
-        if PDL:
-            gdc_wait()
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     inside = (g < G)[:, None] & (d < D)[None, :]
@@ -330,43 +258,12 @@ def decode_kernel(
                     h = start + tl.arange(0, HEADS)
                     # Beyond the group a head is read again, and not stored.
                     query = head * G + tl.minimum(h, G - 1)
-                    merged = _merged(
+                    merged = merged_pieces(
                         partial_ptr, lse_ptr, sinks_ptr, row * splits, splits, query,
                         Q, D, DP, CHUNK, SINKS,
                     )  # fmt: skip
                     kept = (h < G)[:, None] & (d < D)[None, :]
                     tl.store(out_ptr + query[:, None] * D + d[None, :], merged, mask=kept)
-
-
-@triton.jit
-def merge_kernel(
-    partial_ptr,  # f32 [W, Q, D]
-    lse_ptr,  # f32 [W, Q]
-    firsts_ptr,  # i32[R]
-    counts_ptr,
-    sinks_ptr,  # f32[Q], read if SINKS
-    out_ptr,  # [R, Q, D]
-    Q: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    CHUNK: tl.constexpr,  # pieces read at once
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a row and query head of the list form."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    first = tl.load(firsts_ptr + row)
-    count = tl.load(counts_ptr + row)
-    heads = head + tl.arange(0, 1)
-    out = _merged(
-        partial_ptr, lse_ptr, sinks_ptr, first, count, heads, Q, D, DP, CHUNK, SINKS
-    )  # fmt: skip
-    d = tl.arange(0, DP)[None, :]
-    tl.store(out_ptr + (row.to(tl.int64) * Q + heads)[:, None] * D + d, out, mask=d < D)
 
 
 def decode(
@@ -385,8 +282,8 @@ def decode(
     """Attention of q [R, Q, D] over pages [N, K, P, D] by table i32[R, B] into out [R, Q, D].
 
     `lens` i32[R] counts the keys of each row, the newest included; they are stored already.
-    With `newest` that is done here, queries come from it, and `q` is not read; the pages of the
-    rows' other keys must have been written before the launch before this one.
+    With `newest` that is done here, queries come from it, and `q` is not read; no row may read what
+    another one stores.
     """
     rows, num_heads, size = out.shape
     _, kv_heads, page, _ = keys.shape
@@ -448,103 +345,14 @@ def decode(
         NORM=new.query_norm is not None,
         ROPE=new.cos_sin is not None,
         SCALED=(new.key_scale, new.value_scale) != (1.0, 1.0),
-        AHEAD=AHEAD if newest and early["PDL"] and not listed else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **early,
     )
-    if not listed:
-        return
-    merge_kernel[(rows, num_heads)](
-        pieces.partial,
-        pieces.lse,
-        pieces.firsts,
-        pieces.counts,
-        sinks,
-        out,
-        Q=num_heads,
-        D=size,
-        DP=power_of_2(size),
-        CHUNK=LIST_CHUNK,
-        SINKS=heads.sinks is not None,
-        num_warps=4,
-        **early,
-    )
+    if listed:
+        merge(pieces, heads.sinks, out)
 
 
 def _stored(q: Tensor, ints: Tensor) -> Newest:
     """Newest tokens that are turned and stored already: nothing of it is read but q."""
     return Newest(q, ints, ints, None, None, None, 0.0, 1.0, 1.0)
-
-
-@triton.jit(
-    do_not_specialize=["rows", "num_items", "pieces"],
-    do_not_specialize_on_alignment=["lens_ptr"],
-)
-def list_kernel(
-    lens_ptr,  # i32[R]
-    items_ptr,  # i32[3, W]
-    firsts_ptr,  # i32[R]
-    counts_ptr,  # i32[R]
-    rows,
-    num_items,  # W
-    pieces,  # aimed at; W is at least pieces + R
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    RP: tl.constexpr,  # a power of 2, R at least
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program r < R writes the items of row r; program R marks the unused rest of the list."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
-    r = tl.arange(0, RP)
-    length = tl.load(lens_ptr + r, mask=r < rows, other=0)
-    begin = tl.maximum(length - WINDOW, 0) // BN if WINDOW > 0 else length * 0
-    blocks = tl.cdiv(length, BN) - begin
-    span = tl.maximum(tl.cdiv(tl.sum(blocks, 0), pieces), 1)
-    count = tl.cdiv(blocks, span)
-    first = tl.sum(tl.where(r < row, count, 0), 0)
-    mine = tl.sum(tl.where(r == row, count, 0), 0)
-    my_length = tl.sum(tl.where(r == row, length, 0), 0)
-    my_begin = tl.sum(tl.where(r == row, begin, 0), 0)
-    stop = first + mine
-    if row == rows:
-        stop = num_items
-    else:
-        tl.store(firsts_ptr + row, first)
-        tl.store(counts_ptr + row, mine)
-    for start in range(first, stop, CHUNK):
-        w = start + tl.arange(0, CHUNK)
-        inside = w < stop
-        low = my_begin + (w - first) * span
-        tl.store(items_ptr + w, tl.where(row == rows, -1, row), mask=inside)
-        tl.store(items_ptr + num_items + w, low, mask=inside)
-        high = tl.minimum((low + span) * BN, my_length)
-        tl.store(items_ptr + 2 * num_items + w, high, mask=inside)
-
-
-def list_pieces(lens: Tensor, pieces: Pieces, *, aim: int, block: int, window: int = 0) -> None:
-    """Cuts rows of `lens` i32[R] keys into about `aim` pieces of equal length; fills `pieces`.
-
-    Pieces start at multiples of `block`; keys before a window's are in none.
-    """
-    rows, num_items = lens.shape[0], pieces.items.shape[1]
-    assert num_items >= aim + rows, (num_items, aim, rows)
-    list_kernel[(rows + 1,)](
-        lens,
-        pieces.items,
-        pieces.firsts,
-        pieces.counts,
-        rows,
-        num_items,
-        aim,
-        BN=block,
-        WINDOW=window,
-        RP=max(MOST_ROWS, power_of_2(rows)),
-        CHUNK=64,
-        num_warps=4,
-        **pdl(lens.device),
-    )

@@ -2,9 +2,10 @@
 
 A step in which all rows decode needs no launch for these: the programs that attend turn the
 queries that they use, and the one that owns a row's last key makes it, stores it for later steps
-and attends to it from its registers. So nobody reads what is stored in the same step, and pages of
-earlier steps may be asked for before the projection is done. The arithmetic is that of
-`rotary.py`. Next file: `attention_tiles.py`.
+and attends to it from its registers. So nobody reads what is stored in the same step. Each program
+begins later by that, which is worth it where all of them run side by side
+(`attention_tiles.turns_newest`). The arithmetic is that of `rotary.py`.
+Next file: `attention_tiles.py`.
 """
 
 from __future__ import annotations
@@ -123,19 +124,3 @@ def with_newest(best, total, score, owns, real):
     new_best = tl.maximum(best, score)
     weight = tl.where(owns & real, tl.exp2(score - new_best), 0.0)
     return new_best, total * tl.exp2(best - new_best) + weight, weight
-
-
-@triton.jit
-def ask_for(first_ptr, offsets, D: tl.constexpr):
-    """Asks the L2 cache for cells [BN, D] at `offsets` from the head's first page."""
-    LINE: tl.constexpr = 128 // (first_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(D, LINE))) * LINE
-    at = (first_ptr + offsets[:, None] + tl.minimum(lines, D - 1)[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton.attention_decode import FP8, MOST_ROWS, Heads, Tile
+from octavo.kernels.triton.attention_decode import FP8, Heads, Tile
 from octavo.kernels.triton.attention_math import (
     LOG2_E,
     LOWEST,
@@ -24,6 +24,7 @@ from octavo.kernels.triton.attention_math import (
     load_block,
     page_offsets,
 )
+from octavo.kernels.triton.attention_pieces import MOST_ROWS
 from octavo.kernels.triton.launch import gpu_of, pdl, power_of_2
 
 TMA_TOKENS = 256  # from here on the copy engine's gain outweighs its longer launch

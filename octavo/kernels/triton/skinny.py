@@ -102,31 +102,35 @@ def _fetch_rows(x_desc, ring, full, slot, m, k, there, BM: gl.constexpr, BK: gl.
 
 
 @gluon.jit
-def _halves(acc, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """[BN, BM] -> its upper and its lower rows, both [BN / 2, BM] in a slice of LAYOUT."""
-    both = gl.permute(gl.reshape(acc, [2, BN // 2, BM]), (1, 2, 0))
-    return gl.split(gl.convert_layout(both, LAYOUT))
-
-
-@gluon.jit
 def _store(
     acc, up, bias_ptr, out_ptr, n, m, outputs, M,
-    BIAS: gl.constexpr, SILU: gl.constexpr, DTYPE: gl.constexpr,
+    BIAS: gl.constexpr, SILU: gl.constexpr, JOINED: gl.constexpr, PAIRS: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies the gate, and writes [BN, BM] to out [M, outputs]."""
+    """Adds the bias, applies the gate, and writes [outputs of the tile, BM] to out [M, outputs].
+
+    With JOINED the lower half of `acc` is `up`; n and m lie as PAIRS does without its last axis.
+    """
+    if JOINED:
+        BN: gl.constexpr = acc.shape[0]
+        BM: gl.constexpr = acc.shape[1]
+        both = gl.permute(gl.reshape(acc, [2, BN // 2, BM]), (1, 2, 0))
+        one, other = gl.split(gl.convert_layout(both, PAIRS))
+    else:
+        one, other = acc, up
     in_n = n < outputs
     if BIAS:
-        acc += gl.load(bias_ptr + n, mask=in_n, other=0.0).to(gl.float32)[:, None]
+        one += gl.load(bias_ptr + n, mask=in_n, other=0.0).to(gl.float32)[:, None]
     if SILU:
         if BIAS:
             bias = gl.load(bias_ptr + outputs + n, mask=in_n, other=0.0)
-            up += bias.to(gl.float32)[:, None]
+            other += bias.to(gl.float32)[:, None]
         # Rounded as the product alone would be, so that both paths agree.
-        gate = acc.to(DTYPE).to(gl.float32)
-        acc = gate / (1.0 + gl.exp(-gate)) * up.to(DTYPE).to(gl.float32)
+        gate = one.to(DTYPE).to(gl.float32)
+        one = gate / (1.0 + gl.exp(-gate)) * other.to(DTYPE).to(gl.float32)
     at = m.to(gl.int64)[None, :] * outputs + n[:, None]
     inside = in_n[:, None] & (m < M)[None, :]
-    gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    gl.store(out_ptr + at, one.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -161,9 +165,7 @@ def _finish(
     else:
         n, m = first_n + in_n, first_m + in_m
     if pieces == 1:
-        if JOINED:
-            acc, up = _halves(acc, BM, BN, PAIRS)
-        _store(acc, up, bias_ptr, out_ptr, n, m, outputs, M, BIAS, SILU, DTYPE)
+        _store(acc, up, bias_ptr, out_ptr, n, m, outputs, M, BIAS, SILU, JOINED, PAIRS, DTYPE)
     else:
         cell = in_m[None, :] * BN + in_n[:, None]
         at = partial_ptr + _slot_of(piece, base, LINE) * (HALVES * CELLS)
@@ -174,15 +176,13 @@ def _finish(
         if gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == pieces - 1:
             gl.store(arrived_ptr + tile, 0)
             acc = gl.zeros([BN, BM], gl.float32, OUT)
-            up = acc
+            up = gl.zeros([BN, BM], gl.float32, OUT)
             for other in range(pieces):
                 part = partial_ptr + _slot_of(other, base, LINE) * (HALVES * CELLS)
                 acc += gl.load(part + cell, cache_modifier=".cg")
                 if HALVES == 2:
                     up += gl.load(part + CELLS + cell, cache_modifier=".cg")
-            if JOINED:
-                acc, up = _halves(acc, BM, BN, PAIRS)
-            _store(acc, up, bias_ptr, out_ptr, n, m, outputs, M, BIAS, SILU, DTYPE)
+            _store(acc, up, bias_ptr, out_ptr, n, m, outputs, M, BIAS, SILU, JOINED, PAIRS, DTYPE)
 
 
 @gluon.jit(do_not_specialize=["M", "row_tiles", "span"])
@@ -399,17 +399,25 @@ def cut_of(count: int, outputs: int, columns: int, processors: int, *, gated: bo
         rows = 32 if count <= 32 else 64
     else:
         rows = 64 if count <= 2 * MAX_ROWS or columns > outputs else 128
-    block = 64 if gated or rows == 128 else 128
-    tiles = divide_up(outputs, OUTPUTS) * divide_up(count, rows)
+    high = divide_up(outputs, OUTPUTS)
+    if rows == 64 and high * divide_up(count, rows) <= processors // 4:
+        rows = 32
+    tiles = high * divide_up(count, rows)
+    joined = gated and count > MAX_ROWS
+    if joined:
+        tiles = divide_up(outputs, OUTPUTS // 2) * divide_up(count, rows)
+    block = JOINED_COLUMNS if gated or rows == 128 else 128
     per_tile = divide_up(columns, block)
-    line = count <= FEW and tiles < 4 * processors
+    small = (2 if gated else 1) * outputs * columns <= SMALL
+    line = count <= FEW and tiles < 4 * processors and not small
     if line:
         span = max(LEAST, divide_up(tiles * per_tile, processors))
         programs = divide_up(tiles * per_tile, span)
     else:
-        splits = max(1, min(processors // tiles, columns // LONG))
-        span = divide_up(per_tile, splits)
-        programs = tiles * splits
+        few = count <= FEW and small
+        splits = processors // 2 // tiles if few else min(processors // tiles, columns // LONG)
+        span = max(divide_up(per_tile, max(1, splits)), min(LEAST, per_tile))
+        programs = tiles * divide_up(per_tile, span)
     ring = ALONE if programs <= processors else SHARED
-    stage = ((2 if gated else 1) * OUTPUTS + rows) * block * 2
-    return Cut(rows, block, ring // stage, span, line)
+    stage = ((2 if gated and not joined else 1) * OUTPUTS + rows) * block * 2
+    return Cut(rows, block, ring // stage, span, line, joined)

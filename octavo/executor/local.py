@@ -28,6 +28,15 @@ def import_worker() -> None:
     import octavo.worker.worker  # noqa: F401
 
 
+def wake_device(device: str) -> None:
+    """Begins what takes a GPU's driver long; for a thread beside that which imports."""
+    from octavo.device.wake import wake
+
+    name, _, index = device.partition(":")
+    if name == "cuda" and (index or "0").isdecimal():
+        wake(int(index or "0"))
+
+
 class FailedHandle:
     """A step that could not be started."""
 

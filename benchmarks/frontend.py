@@ -74,12 +74,6 @@ class FakeCore:
     def control(self, op: str, args) -> dict[str, str]:
         return {}
 
-    def check(self) -> None:
-        """Nothing can be lost."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
     def has_work(self) -> bool:
         return bool(self._left)
 

@@ -76,11 +76,12 @@ def requests(args: argparse.Namespace, address: str) -> dict[str, tuple[str, byt
         "tokenize": ("/tokenize", {"prompt": prompt}),
         "detokenize": ("/detokenize", {"tokens": ids}),
         f"tokenize {args.megabytes} MB": ("/tokenize", {"prompt": large}),
-        "tokenize 4 MB, strings": (
+        "tokenize 0.8 MB, strings": (
             "/tokenize",
-            {"prompt": large[: 4 * 10**6], "return_token_strs": True},
+            {"prompt": large[: 8 * 10**5], "return_token_strs": True},
         ),
-        "detokenize 2^20 ids": ("/detokenize", {"tokens": many}),
+        "detokenize 2^18 ids": ("/detokenize", {"tokens": many[: 2**18]}),
+        "detokenize 2^20, refused": ("/detokenize", {"tokens": many}),
         f"chat {args.megabytes} MB, refused": (
             "/v1/chat/completions",
             {**more, "messages": [{"role": "user", "content": large}]},

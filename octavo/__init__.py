@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.options import AsyncEngineArgs, EngineArgs
     from octavo.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from octavo.pooling import PoolingParams
-    from octavo.prompts import TextPrompt, TokensPrompt
+    from octavo.prompts import PromptType, TextPrompt, TokensPrompt
     from octavo.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ _HOME = {
     "EmbeddingRequestOutput": "octavo.outputs",
     "PoolingParams": "octavo.pooling",
     "CompletionOutput": "octavo.outputs",
+    "PromptType": "octavo.prompts",
     "TextPrompt": "octavo.prompts",
     "TokensPrompt": "octavo.prompts",
 }
@@ -47,6 +48,7 @@ __all__ = [
     "EngineArgs",
     "LLMEngine",
     "PoolingParams",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",

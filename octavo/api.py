@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import signal
 import sys
 import time
@@ -144,6 +145,7 @@ class ApiProcess:
         serving.everybody = lambda op, to=0: link.ask(op, GATHER_SECONDS, to)
         self._afar = resume.Afar(serving)
         self._serving = serving
+        gc.freeze()  # what a start leaves stays: looking through it would hold up streams
         async with long_texts(frontend.tokenizer):
             await listen(
                 app,

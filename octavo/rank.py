@@ -14,6 +14,7 @@ import sys
 import msgspec
 
 from octavo.executor.records import RankSettings
+from octavo.executor.spawn import CHECK, FOLLOW
 
 STDERR = 2
 PR_SET_PDEATHSIG = 1
@@ -26,8 +27,12 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True)
-    if "--follow" in sys.argv:
+    if FOLLOW in sys.argv:
         die_with_parent()
+    if CHECK in sys.argv:
+        from octavo.executor.checkup import examine
+
+        return examine(settings)
     from octavo.executor.serving import serve
 
     return serve(settings)

@@ -128,24 +128,19 @@ def words_of(weight: PackedWeight) -> w4a16.Words:
 def _sweep_w4(name: str, weights: list[PackedWeight], x: Tensor) -> None:
     silu = name == "gate_up"
     if x.shape[0] == 1:
-        for tile in (
-            *((1, 32, 4), (2, 32, 4), (4, 32, 4), (8, 32, 4), (4, 16, 2), (8, 16, 2)),
-            *((2, 64, 8), (4, 64, 8), (8, 8, 1)),
-        ):
+        for tile in ((8, 16, 2), (16, 16, 2), (16, 32, 4), (8, 32, 4), (8, 16, 4), (16, 8, 1)):
             _try(
                 f"     tile {tile}",
                 weights,
                 lambda w, tile=tile: w4a16.w4_row(x, words_of(w), silu=silu, tile=tile),
             )
         return
-    if x.shape[0] not in (8, 64):
+    if x.shape[0] not in (8, 32, 64):
         return
-    size = 16 if x.shape[0] == 8 else 64
-    if name not in ("gate_up", "down"):
-        return
-    for outputs, warps in ((64, 4), (128, 4), (128, 8)):
-        for splits in (1, 2, 4) if name == "gate_up" else (2, 4, 7):
-            for stages in (3, 5):
+    size = {8: 16, 32: 32, 64: 64}[x.shape[0]]
+    for outputs, warps in ((128, 4), (256, 4)) if x.shape[0] < 64 else ((128, 4), (128, 8)):
+        for splits in (1, 2) if name == "gate_up" else (2, 3, 4, 7):
+            for stages in (2, 3, 4):
                 cut = w4a16.RowsCut(size, outputs, splits, warps, stages)
                 _try(
                     f"     {cut}",
@@ -192,31 +187,32 @@ def eight_bits(shapes: dict[str, tuple[int, int]], sweep: bool) -> None:
                 if kind == "static":
                     total[count] += time
             if sweep and count == 8:
-                _sweep_fp8(row_scaled, x)
+                _sweep_fp8(static, x)
         del row_scaled, static, blocks, exact_weight
     print("80 layers, static, ms:", {c: round(80 * time / 1e3, 2) for c, time in total.items()})
 
 
 def _sweep_fp8(weights: list[PackedWeight], x: Tensor) -> None:
     rounded, x_scale = fp8.quantize(x)
-    for outputs, columns, warps in (
-        (32, 256, 4),
-        (64, 256, 4),
-        (64, 128, 4),
-        (128, 128, 4),
-        (64, 512, 4),
+    for outputs, columns, splits, stages in (
+        *((64, 512, 1, 5), (64, 512, 1, 3), (64, 256, 2, 3), (64, 256, 2, 5), (64, 512, 2, 3)),
+        *((64, 256, 1, 5), (32, 512, 1, 5), (32, 512, 2, 5), (32, 256, 4, 5)),
     ):
-        for splits in (1, 2, 4):
-            for stages in (3, 5):
-                cut = fp8.Fp8Cut(outputs, columns, splits, warps, stages)
-                _try(
-                    f"     {cut}",
-                    weights,
-                    lambda w, cut=cut: fp8.fp8_rows(
-                        rounded, x_scale, w.data, w.extra[0], out_dtype=BF16, cut=cut
-                    ),
-                )
-    report("     rounding alone", weights, lambda _: fp8.quantize(x)[0])
+        cut = fp8.Fp8Cut(outputs, columns, splits, 4, stages)
+        _try(
+            f"     token {cut}",
+            weights,
+            lambda w, cut=cut: fp8.fp8_rows(
+                rounded, x_scale, w.data, w.extra[0], out_dtype=BF16, cut=cut
+            ),
+        )
+        _try(
+            f"     static {cut}",
+            weights,
+            lambda w, cut=cut: fp8.fp8_rows(
+                x, w.extra[1], w.data, w.extra[0], out_dtype=BF16, cut=cut
+            ),
+        )
 
 
 def parts() -> Iterator[tuple[str, Callable[[bool], None]]]:

@@ -15,19 +15,38 @@ import sys
 from pathlib import Path
 
 from octavo import __version__
+from octavo.cli.doctor_ranks import examine_ranks
+from octavo.cli.flags import add_config, add_options, engine_args
 from octavo.options import EngineArgs, cache_dir
+from octavo.resolve import worker_config
 
 WANTED_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes none."""
-    parser.epilog = "example:\n  octavo doctor"
+    """The engine's options: with several workers these are started and examined too."""
+    parser.epilog = (
+        "examples:\n  octavo doctor\n"
+        "  octavo doctor --tensor-parallel-size 8            the GPUs here, and how they talk\n"
+        "  octavo doctor --tensor-parallel-size 8 --pipeline-parallel-size 4 --ray-address auto"
+    )
+    add_config(parser)
+    add_options(parser, EngineArgs)
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="for the workers to come and to have talked to each other (60)",
+    )
 
 
-def run(_args: argparse.Namespace) -> int:
+def run(parsed: argparse.Namespace) -> int:
     """Prints one line a finding; 1 if something that is needed is missing."""
+    args = engine_args(parsed)
     rows = [*_software(), *_machine(), *_engine(), *_options()]
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        rows += examine_ranks(worker_config(args), parsed.limit)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")

@@ -28,7 +28,11 @@ COMMANDS: Final = {
     "bench latency": ("octavo.cli.bench", "measure the latency of one batch"),
     "bench startup": ("octavo.cli.bench", "measure a start, phase by phase"),
     "kernels": ("octavo.cli.kernels", "build kernels ahead of a start, or list them"),
+    "quantize": ("octavo.cli.quantize", "write a model with weights of 8 or 4 bits"),
+    "quant-check": ("octavo.cli.check", "measure what quantized weights cost in accuracy"),
+    "kv-check": ("octavo.cli.check", "measure what a smaller KV cache costs in accuracy"),
     "plan": ("octavo.cli.plan", "say if a model fits and what it holds, before it is loaded"),
+    "lint": ("octavo.cli.lint", "find flaws in manifests, commands, dashboards and specs"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

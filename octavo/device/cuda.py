@@ -151,6 +151,25 @@ class PinnedColumn:
         return view
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A GPU, and how it reaches others."""
+
+    name: str
+    nccl: str  # version
+    peers: tuple[int, ...]  # GPUs whose memory it can read directly
+
+
+def links_of(index: int) -> Links:
+    """Of GPU `index` among those that this process sees."""
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    return Links(
+        torch.cuda.get_device_name(index),
+        ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        tuple(one for one in others if torch.cuda.can_device_access_peer(index, one)),
+    )
+
+
 def refuse(index: int) -> str:
     """Why GPU `index` cannot be used, with the remedy; empty if it can."""
     if torch.version.cuda is None:

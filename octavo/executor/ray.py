@@ -53,6 +53,12 @@ class RankActor:
 
         return serve(msgspec.json.decode(settings, type=RankSettings))
 
+    def examine(self, settings: bytes) -> int:
+        """Answers `octavo doctor` in place of loading a model."""
+        from octavo.executor.checkup import examine
+
+        return examine(msgspec.json.decode(settings, type=RankSettings))
+
     def dump_stacks(self) -> None:
         """Writes the stacks of all threads to this actor's log."""
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
@@ -61,8 +67,19 @@ class RankActor:
 class RayCrew:
     """An actor for each rank."""
 
-    def __init__(self, parallel: ParallelConfig, device: str, threads: int | None = None) -> None:
-        """`device` decides what a rank asks for: a GPU, or as many CPUs as it has `threads`."""
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        device: str,
+        threads: int | None = None,
+        *,
+        check: bool = False,
+    ) -> None:
+        """`device` decides what a rank asks for: a GPU, or as many CPUs as it has `threads`.
+
+        With `check` the actors answer `octavo doctor` in place of loading a model.
+        """
+        self._check = check
         # What Ray reads of the environment it reads when it is imported, which may be long ago.
         fresh = parallel.ray_address is None and "ray" not in sys.modules
         self._protected = prepare_ray(own=fresh)
@@ -125,7 +142,7 @@ class RayCrew:
     def start(self, settings: Sequence[RankSettings]) -> None:
         """Has the actors serve."""
         self._runs = [
-            actor.serve.remote(msgspec.json.encode(one))
+            (actor.examine if self._check else actor.serve).remote(msgspec.json.encode(one))
             for actor, one in zip(self._actors, settings, strict=True)
         ]
 

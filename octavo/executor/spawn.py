@@ -24,6 +24,7 @@ from octavo.executor.channel import Binder, Context
 from octavo.executor.records import RankSettings
 
 PROGRAM = (sys.executable, "-m", "octavo.rank")
+CHECK = "--check"  # answers `octavo doctor` in place of loading a model
 FOLLOW = "--follow"  # has the kernel end the process with its parent
 LOOPBACK = "127.0.0.1"
 

@@ -23,6 +23,7 @@ from octavo.kernels.triton.activation import silu_mul
 
 W4, FP8 = "w4", "fp8"
 UNIT = 16  # what the library needs rows and columns of 8-bit floats to be multiples of
+FEW_WITH_COPY = 16  # rows up to which 4 bits are faster than a plain copy
 FEWEST_BLOCKS = 4  # rows of a product with scales of blocks, in the library
 
 
@@ -79,31 +80,44 @@ def linear(
     """x [T, K] -> [T, N] in `out_dtype` or x's dtype."""
     if weight.layout == FP8:
         return _fp8(x, weight, bias, out_dtype or x.dtype)
-    meta, order, plain = weight.extra
-    if order.numel():
-        x = x.index_select(1, order)
-    words = w4a16.Words(weight.data, meta, weight.columns // meta.shape[1])
+    x, words, plain = _words(x, weight)
+    if plain is not None:
+        return products.plain(x, plain, bias, out_dtype)
     if x.shape[0] == 1:
         return w4a16.w4_row(x, words, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
-    if x.shape[0] <= w4a16.MAX_ROWS:
-        return w4a16.w4_rows(x, words, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
-    data = plain if plain.numel() else w4a16.w4_plain(words, weight.dtype)
-    return products.plain(x, data, bias, out_dtype)
+    return w4a16.w4_rows(x, words, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
 
 
 def linear_silu(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [T, K], rows of gates and then of ups -> silu(gate x) * up x [T, I]."""
-    if weight.layout == W4 and x.shape[0] == 1:
-        meta, order, _ = weight.extra
-        words = w4a16.Words(weight.data, meta, weight.columns // meta.shape[1])
-        x = x.index_select(1, order) if order.numel() else x
+    if weight.layout == FP8:
+        return silu_mul(_fp8(x, weight, bias, x.dtype))  # type: ignore[no-any-return]
+    x, words, plain = _words(x, weight)
+    if plain is not None:
+        return products.plain_silu(x, plain, bias)
+    if x.shape[0] == 1:
         return w4a16.w4_row(x, words, bias, silu=True)  # type: ignore[no-any-return]
-    return silu_mul(linear(x, weight, bias, None))  # type: ignore[no-any-return]
+    return silu_mul(w4a16.w4_rows(x, words, bias))  # type: ignore[no-any-return]
+
+
+def _words(x: Tensor, weight: PackedWeight) -> tuple[Tensor, w4a16.Words, Tensor | None]:
+    """(x in the columns' order, the weight, and it made plain where that is faster)."""
+    meta, order, copy = weight.extra
+    if order.numel():
+        x = x.index_select(1, order)
+    words = w4a16.Words(weight.data, meta, weight.columns // meta.shape[1])
+    if x.shape[0] <= (FEW_WITH_COPY if copy.numel() else w4a16.MAX_ROWS):
+        return x, words, None
+    return x, words, copy if copy.numel() else w4a16.w4_plain(words, weight.dtype)
 
 
 def _fp8(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     scale, static, library = weight.extra
     blocked = scale.dim() == 2
+    if static.numel() and x.shape[0] <= fp8.FEW:  # rounded by the product itself
+        return fp8.fp8_rows(  # type: ignore[no-any-return]
+            x, static, weight.data, scale, bias, out_dtype=out_dtype
+        )
     if blocked:
         rounded, x_scale = fp8.quantize_blocks(x)
     else:

@@ -28,13 +28,15 @@ def select(
     threads: int | None = None,
     device: str = "cpu",
     int8: bool = False,
+    int4: bool = False,
     copies: bool = False,
 ) -> tuple[Ops, tuple[str, ...]]:
     """(the kernels for activations of `dtype`, a line for each decision); `want` "auto" or a name.
 
     `cache` is the folder for built kernels (None: ~/.cache/octavo), `threads` the number of
-    threads (None: torch's own). With `int8` all weights are packed in 8 bits, which native kernels
-    alone can; `copies` is `triton_ops`'s. Raises ConfigError if the wanted one cannot be had.
+    threads (None: torch's own). With `int8` all weights are packed in 8 bits, with `int4`
+    what is in 4 bits stays so and the rest has 8: native kernels alone can. `copies` is
+    `triton_ops`'s. Raises ConfigError if the wanted one cannot be had.
     """
     if want not in ("auto", *NAMES):
         raise ConfigError(
@@ -42,7 +44,7 @@ def select(
         )
     reference = {"reference": lambda: replace(reference_ops(dtype), reason="plain torch")}
     makers: dict[str, Callable[[], Ops | str]] = {
-        "native": lambda: _native(dtype, cache, threads, int8),
+        "native": lambda: _native(dtype, cache, threads, (int8, int4)),
         "onednn": lambda: _onednn(dtype),
         **reference,
     }
@@ -52,7 +54,7 @@ def select(
         raise ConfigError(
             f"kernels {want!r} do not run on {device}; use auto or {' or '.join(makers)}", "kernels"
         )
-    if int8:
+    if int8 or int4:
         no_int8 = "it has no weights of 8 bits"
         makers |= {name: lambda: no_int8 for name in makers if name != "native"}
     refusals: list[str] = []
@@ -66,22 +68,28 @@ def select(
         how = "as asked" if want != "auto" else "the first that can"
         notes = (*refusals, f"kernels: {name}, {ops.reason}, {how}")
         return replace(ops, reason="; ".join(notes)), notes
-    remedy = "leave quantization out" if int8 and want in ("auto", "native") else "use auto"
+    remedy = (
+        "leave quantization out" if (int8 or int4) and want in ("auto", "native") else "use auto"
+    )
     raise ConfigError(f"{'; '.join(refusals)}; {remedy}", "kernels")
 
 
-def _native(dtype: torch.dtype, cache: Path | None, threads: int | None, int8: bool) -> Ops | str:
+def _native(
+    dtype: torch.dtype, cache: Path | None, threads: int | None, bits: tuple[bool, bool]
+) -> Ops | str:
+    int8, int4 = bits
     from octavo.kernels.cpu.binding import load
     from octavo.kernels.cpu.native import NativeOps
 
     library = load(cache, threads)
     if isinstance(library, str):
         return library
-    reason = library.refuse(dtype, int8=int8)
+    reason = library.refuse(dtype, int8=int8 or int4)
     if reason:
         return reason
-    name = str(dtype).removeprefix("torch.") + (" over int8 weights" if int8 else "")
-    ops = NativeOps(library, dtype, int8=int8)
+    over = " over int4 weights" if int4 else " over int8 weights" if int8 else ""
+    name = str(dtype).removeprefix("torch.") + over
+    ops = NativeOps(library, dtype, int8=int8, int4=int4)
     return ops.table(f"AVX-512 {name}, {library.threads} threads")
 
 

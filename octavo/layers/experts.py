@@ -22,6 +22,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.parameters import Layer, Parameters
 from octavo.models.spec import MoeSpec
 from octavo.parallel.collectives import all_reduce
+from octavo.quant.base import QuantMethod
 from octavo.weights.spec import ParamSpec, Part
 
 
@@ -105,12 +106,13 @@ class Experts:
     into their places like those of any fused layer. `run` exists after `finish`.
     """
 
-    __slots__ = ("_axis", "_make", "_parameters", "_shape", "run")
+    __slots__ = ("_axis", "_cuts", "_make", "_parameters", "_quant", "_shape", "run")
 
     run: ExpertProduct
 
     def __init__(self, build: Build, hidden_size: int, spec: MoeSpec) -> None:
         axis, count, width = build.mesh.tp, spec.num_experts, spec.intermediate_size
+        self._quant: QuantMethod | None = None
         self._axis = axis
         start, share = axis.share(width)
         sides = [
@@ -138,7 +140,29 @@ class Experts:
             in_start=start,
             in_full=width,
         )
+        self._cuts = {
+            "gate_up": (hidden_size, tuple(sides), 0, hidden_size),
+            "down": (share, tuple(whole), start, width),
+        }
         self._parameters = Parameters({"gate_up": gate_up, "down": down})
+
+    def use(self, unpacked: QuantMethod) -> None:
+        """Takes quantized parameters, "gate_up.weight" and so on; their weights come out plain.
+
+        Raises ConfigError if the method cannot cut them so.
+        """
+        self._quant = unpacked
+        specs = {
+            f"{side}.{name}": spec
+            for side, cut in self._cuts.items()
+            for name, spec in unpacked.params(*cut).items()
+        }
+        self._parameters = Parameters(specs)
+
+    def modules(self) -> Iterator[tuple[str, str]]:
+        """(side, part) of every expert's tensors."""
+        for side, (_, parts, _, _) in self._cuts.items():
+            yield from ((side, part.name) for part in parts)
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """ "gate_up" [E * 2 * I, H], parts "0.gate", "0.up", ...; "down" [E * H, I], parts "0"."""
@@ -152,9 +176,16 @@ class Experts:
         """Repacks the weights for the kernels."""
         count, share, hidden = self._shape
         tensors = self._parameters.take()
+        if self._quant is not None:
+            tensors = {side: self._unpacked(side, tensors) for side in self._cuts}
         # Popped, so that a kernel that repacks may free what it has taken.
         gate_up = tensors.pop("gate_up").view(count, 2 * share, hidden)
         self.run = self._make(gate_up, tensors.pop("down").view(count, hidden, share))
+
+    def _unpacked(self, side: str, tensors: dict[str, Tensor]) -> Tensor:
+        assert self._quant is not None
+        mine = {n.removeprefix(f"{side}."): t for n, t in tensors.items() if n.startswith(side)}
+        return self._quant.finish(mine).data
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], experts [T, k], weights f32[T, k] -> [T, H], the weighted sum."""

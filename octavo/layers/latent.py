@@ -24,12 +24,13 @@ from octavo.attention.base import (
 from octavo.forward import ForwardBatch
 from octavo.layers.attention import chosen
 from octavo.layers.build import Build
-from octavo.layers.linear import Linear, Row, movable, require_rows
+from octavo.layers.linear import Linear, Row, movable
 from octavo.layers.norm import RMSNorm
 from octavo.layers.parameters import Layer, Parameters
 from octavo.layers.rope import Rope
 from octavo.models.spec import LatentSpec, ModelSpec
 from octavo.quant.base import QuantMethod
+from octavo.quant.turned import Turned
 from octavo.weights.spec import ParamSpec, Part
 
 INNER_EPS = 1e-6  # of the norms inside attention, whatever the model's other norms have
@@ -47,18 +48,22 @@ class Reordered(Linear):
         self._order = order
         super().__init__(build, parts, in_features, bias=False)
 
-    def use(self, quant: QuantMethod) -> None:
-        """Takes another method; one that turns rows needs plain weights."""
-        if self._order is not None:
-            require_rows(quant)
-        super().use(quant)
+    @property
+    def turns(self) -> bool:
+        """Whether there is an order."""
+        return self._order is not None
 
     def set_param(self, name: str, tensor: Tensor) -> None:
         """Takes one parameter, all of which have their rows along the first dimension."""
-        if self._order is not None:
-            order = self._order.to(tensor.device)
-            tensor = movable(tensor).index_select(0, order).view(tensor.dtype)
-        super().set_param(name, tensor)
+        late = isinstance(self._quant, Turned)
+        super().set_param(name, tensor if late else self.turn(tensor))
+
+    def turn(self, tensor: Tensor) -> Tensor:
+        """Rows of the checkpoint's order in the layer's."""
+        if self._order is None:
+            return tensor
+        order = self._order.to(tensor.device)
+        return movable(tensor).index_select(0, order).view(tensor.dtype)
 
 
 class Absorbed:
@@ -67,7 +72,7 @@ class Absorbed:
     `factors` exist after `finish`.
     """
 
-    __slots__ = ("_latent", "_parameters", "factors")
+    __slots__ = ("_latent", "_parameters", "_part", "_quant", "factors")
 
     factors: LatentFactors
 
@@ -85,7 +90,20 @@ class Absorbed:
             in_full=latent.rank,
         )
         self._latent = latent
+        self._quant: QuantMethod | None = None
+        self._part = part
         self._parameters = Parameters({"weight": spec})
+
+    def use(self, unpacked: QuantMethod) -> None:
+        """Takes quantized parameters, by a method whose weights come out plain."""
+        rank = self._latent.rank
+        self._quant = unpacked
+        self._parameters = Parameters(unpacked.params(rank, (self._part,), 0, rank))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The checkpoint's one tensor."""
+        return (self._part,)
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """One matrix, "weight" [Q * (plain + V), L]."""
@@ -98,7 +116,8 @@ class Absorbed:
     def finish(self) -> None:
         """Divides the matrix into keys' and values' factors."""
         latent = self._latent
-        weight = self._parameters.take()["weight"]
+        tensors = self._parameters.take()
+        weight = tensors["weight"] if self._quant is None else self._quant.finish(tensors).data
         heads = weight.view(-1, latent.plain_dim + latent.value_dim, latent.rank)
         keys, values = torch.split(heads, [latent.plain_dim, latent.value_dim], dim=1)
         self.factors = LatentFactors(keys.contiguous(), values.transpose(1, 2).contiguous())

@@ -18,7 +18,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError
 from octavo.kernels.ops import PackedWeight
 from octavo.layers.build import Build
 from octavo.layers.parameters import Parameters
@@ -26,6 +25,7 @@ from octavo.models.spec import Activation
 from octavo.parallel.collectives import all_reduce
 from octavo.parallel.mesh import Axis
 from octavo.quant.base import QuantMethod
+from octavo.quant.turned import Turned
 from octavo.weights.spec import ParamSpec, Part
 
 
@@ -71,6 +71,15 @@ class Linear:
         if self._bias_spec is not None:
             specs["bias"] = self._bias_spec
         self._parameters = Parameters(specs)
+
+    @property
+    def turns(self) -> bool:
+        """Whether the checkpoint's rows are put into another order; then there is a `turn`."""
+        return False
+
+    def turn(self, tensor: Tensor) -> Tensor:
+        """Rows of the checkpoint's order in the layer's."""
+        return tensor
 
     def param_specs(self) -> dict[str, ParamSpec]:
         """The quant method's parameters, and "bias" if there is one."""
@@ -174,21 +183,25 @@ class QKV(Linear):
         parts = (query, Part("k", *rows), Part("v", *rows))
         super().__init__(build, join(parts) if joined else parts, hidden_size, bias=bias)
 
-    def use(self, quant: QuantMethod) -> None:
-        """Takes another method; one that turns rows needs plain weights."""
-        if self._order is not None:
-            require_rows(quant)
-        super().use(quant)
+    @property
+    def turns(self) -> bool:
+        """Whether the checkpoint's rows are put into another order."""
+        return self._order is not None
 
     def set_param(self, name: str, tensor: Tensor) -> None:
         """Takes one parameter, rows in the checkpoint's order; see `Layer`."""
+        late = isinstance(self._quant, Turned) and name != "bias"
+        super().set_param(name, tensor if late else self.turn(tensor))
+
+    def turn(self, tensor: Tensor) -> Tensor:
+        """Rows of the checkpoint's order in the layer's."""
         if self._order is not None:
             rows, turned = movable(tensor), (self.num_heads + self.num_kv_heads) * self.head_dim
             heads = rows[:turned].view(-1, self.head_dim, *rows.shape[1:])
             heads = heads.index_select(1, self._order.to(rows.device))
             joined = torch.cat((heads.view(turned, *rows.shape[1:]), rows[turned:]))
             tensor = joined.view(tensor.dtype)
-        super().set_param(name, tensor)
+        return tensor
 
     def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Output [T, (Q + 2K) * D] -> q [T, Q, D], k and v [T, K, D], contiguous copies."""
@@ -228,16 +241,6 @@ class GateUp(Linear):
         if self._fused is not None:
             return self._fused(x, self.packed, self.bias)
         return self._multiply(self(x))
-
-
-def require_rows(quant: QuantMethod) -> None:
-    """Refuses a method whose parameters do not all have the weight's rows. Raises ConfigError."""
-    if not quant.by_rows:
-        raise ConfigError(
-            f"{quant.name} weights cannot be put into another order of rows, which this model's "
-            "rotary positions need; use a checkpoint with plain weights, and --quantization",
-            "quantization",
-        )
 
 
 def movable(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Not for: reading files, which is `weights/`. Next file: `decoder.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,13 +17,15 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.attention import Attention
 from octavo.layers.build import Build
 from octavo.layers.experts import ClampedExperts, Experts
+from octavo.layers.latent import Absorbed
 from octavo.layers.linear import Linear, share_kv_heads
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
 from octavo.models.spec import ModelSpec
 from octavo.parallel.mesh import Mesh
-from octavo.quant.select import Methods
+from octavo.quant.select import Methods, layer_method
 from octavo.weights.loader import LoadReport, Names, Progress, checkpoint_names, load
+from octavo.weights.spec import Part
 from octavo.weights.tensors import read_tensor
 
 # Parameters of quantized layers; all other names a family's own map has.
@@ -85,10 +87,14 @@ def build_model(spec: ModelSpec, build: Build, methods: Methods | None = None) -
     names = family_of(spec.architecture).names
     for dotted, layer in decoder.named_layers():
         if isinstance(layer, Linear):
-            weights = [names(f"{dotted}.weight", part.name) for part in layer.parts]
-            layer.use(methods.of([name.removesuffix(".weight") for name in weights]))
-        elif isinstance(layer, Experts | ClampedExperts):
-            refuse_experts(methods, layer, dotted, names)
+            layer.use(layer_method(methods, layer, _modules(names, dotted, layer.parts)))
+        elif isinstance(layer, Absorbed):
+            _use_unpacked(methods, layer, _modules(names, dotted, layer.parts))
+        elif isinstance(layer, Experts):
+            weights = (names(f"{dotted}.{side}", part) for side, part in layer.modules())
+            _use_unpacked(methods, layer, [name.removesuffix(".weight") for name in weights])
+        elif isinstance(layer, ClampedExperts):
+            refuse_experts(methods, dotted, names)
     return decoder
 
 
@@ -128,13 +134,24 @@ def _scale_of(checkpoint: Checkpoint, module: str, side: str) -> float | None:
     return None
 
 
-def refuse_experts(
-    methods: Methods, layer: Experts | ClampedExperts, dotted: str, names: Names
-) -> None:
-    """Routed experts have no quantized form yet. Raises ConfigError unless theirs are plain."""
-    part = layer.param_specs()["down"].parts[0]
-    module = names(f"{dotted}.down", part.name).removesuffix(".weight")
-    if methods.of([module]) is not methods.plain:
+def _modules(names: Names, dotted: str, parts: Sequence[Part]) -> list[str]:
+    """What the checkpoint calls the modules that a layer is made of."""
+    weights = (names(f"{dotted}.weight", part.name) for part in parts)
+    return [name.removesuffix(".weight") for name in weights]
+
+
+def _use_unpacked(methods: Methods, layer: Absorbed | Experts, modules: Sequence[str]) -> None:
+    """For layers without kernels for quantized weights: they are made plain at load."""
+    if methods.of(modules) is methods.plain or methods.is_online:
+        return
+    assert methods.unpacked is not None
+    layer.use(methods.unpacked)
+
+
+def refuse_experts(methods: Methods, dotted: str, names: Names) -> None:
+    """Experts in one tensor have no quantized form here. Raises ConfigError unless plain."""
+    module = names(f"{dotted}.down", "").removesuffix(".weight")
+    if methods.of([module]) is not methods.plain and not methods.is_online:
         raise ConfigError(
             f"routed experts ({module}) quantized as {methods.scheme} are not supported; use "
             "weights in bfloat16, float16 or float32",
@@ -147,9 +164,11 @@ def parameter_names(names: Names) -> Names:
 
     def named(dotted: str, part: str) -> str:
         layer, _, parameter = dotted.rpartition(".")
-        if parameter not in QUANTIZED:
+        experts = layer.endswith((".experts.gate_up", ".experts.down"))
+        if parameter not in QUANTIZED and not experts:
             return names(dotted, part)
-        return f"{names(f'{layer}.weight', part).removesuffix('.weight')}.{parameter}"
+        weight = names(layer if experts else f"{layer}.weight", part)
+        return f"{weight.removesuffix('.weight')}.{parameter}"
 
     return named
 

@@ -36,24 +36,32 @@ def _changes(question: Question, plan: Plan) -> Iterator[tuple[str, Question]]:
     args, config = question.args, plan.config
     if plan.longest and config.max_model_len != FIT:
         yield _change(question, max_model_len=plan.longest)
-    if args.kv_cache_dtype == "auto":
+    if plan.longest and args.kv_cache_dtype == "auto":
         yield _change(question, kv_cache_dtype="fp8")
     if args.gpu_memory_utilization < 0.95:
         yield _change(question, gpu_memory_utilization=0.95)
-    if config.max_num_batched_tokens > 2048:
+    if plan.longest and config.max_num_batched_tokens > 2048:
         seqs = min(config.max_num_seqs, 256)
         yield _change(question, max_num_batched_tokens=2048, max_num_seqs=seqs)
     if plan.choices.scheme is None and args.quantization is None:
         yield _change(question, quantization="fp8")
-    tensor = args.tensor_parallel_size
+    yield from _more_devices(question, plan)
+
+
+def _more_devices(question: Question, plan: Plan) -> Iterator[tuple[str, Question]]:
+    """With at least as many as the weights alone need."""
+    tensor = question.args.tensor_parallel_size
+    needed = sum(rank.weights for rank in plan.ranks) * tensor / plan.machine.room.free
     for size in even_sizes(plan.spec):
-        if tensor < size <= MAX_TENSOR and size % tensor == 0:
+        if max(tensor + 1, needed) <= size <= MAX_TENSOR and size % tensor == 0:
             yield _change(question, tensor_parallel_size=size)
-    for stages in (2, 3, 4, 6, 8):
-        if stages > args.pipeline_parallel_size and stages <= plan.spec.num_layers:
+    for stages in (2, 4, 8):
+        enough = stages * tensor >= needed and stages <= plan.spec.num_layers
+        if stages > question.args.pipeline_parallel_size and enough:
             yield _change(question, pipeline_parallel_size=stages)
     for stages in (2, 4):
-        yield _change(question, tensor_parallel_size=MAX_TENSOR, pipeline_parallel_size=stages)
+        if stages * MAX_TENSOR >= needed and stages <= plan.spec.num_layers:
+            yield _change(question, tensor_parallel_size=MAX_TENSOR, pipeline_parallel_size=stages)
 
 
 def _change(question: Question, **values: object) -> tuple[str, Question]:

@@ -76,9 +76,11 @@ class OnlineInt4:
                 "quantization",
             )
         rows = sum(part.size for part in parts)
-        kept = rows * in_features * 3 // 4 if self._ops.pack_grouped else None
+        size = rows * in_features
+        kept = size * 5 // 8 if self._ops.pack_grouped else size * self._dtype.itemsize
         return {
-            "weight": matrix(self._dtype, in_features, parts, in_start, in_full, kept_bytes=kept)
+            # In f32, in which blocks of 4 bits of a file are found again as they are.
+            "weight": matrix(torch.float32, in_features, parts, in_start, in_full, kept_bytes=kept)
         }
 
     def finish(self, params: dict[str, Tensor]) -> PackedWeight:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.ops import Ops
+from octavo.kernels.reference import reference_ops
 from octavo.quant.base import QuantMethod
 from octavo.quant.fp8 import Fp8Checkpoint, Int8Checkpoint
 from octavo.quant.int4 import Int4
 from octavo.quant.none import Unquantized
 from octavo.quant.online import OnlineFp8, OnlineInt4
 from octavo.quant.scheme import Scheme
+from octavo.quant.turned import Turned
 
 ONLINE_GROUP = 32
 # What a checkpoint has of a layer only if it is quantized.
@@ -31,7 +35,13 @@ class Methods:
     plain: QuantMethod
     scheme: Scheme | None = None
     quantized: QuantMethod | None = None
+    unpacked: QuantMethod | None = None  # the same with weights that come out plain
     tensors: Set[str] = frozenset()  # names in the checkpoint; empty if there is none
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the checkpoint's own weights are plain."""
+        return self.scheme is not None and self.scheme.form == "online"
 
     def of(self, modules: Sequence[str]) -> QuantMethod:
         """The method of a layer. Raises ConfigError if its modules do not agree."""
@@ -71,7 +81,29 @@ def methods_of(
     if scheme.form == "online":
         make["fp8"] = lambda: OnlineFp8(ops, dtype)
         make["int4"] = lambda: OnlineInt4(ops, dtype, scheme.group or ONLINE_GROUP)
-    return Methods(plain, scheme, make[scheme.kind](), tensors)
+    quantized = make[scheme.kind]()
+    ops = reference_ops(dtype)
+    return Methods(plain, scheme, quantized, make[scheme.kind](), tensors)
+
+
+def layer_method(methods: Methods, layer: Turning, modules: Sequence[str]) -> QuantMethod:
+    """The method of a linear layer, whose rows may have to be turned once they are plain."""
+    method = methods.of(modules)
+    if method.by_rows or not layer.turns:
+        return method
+    assert methods.unpacked is not None
+    return Turned(methods.unpacked, layer.turn, methods.plain)
+
+
+class Turning(Protocol):
+    """A layer that may want rows in another order than the checkpoint's."""
+
+    @property
+    def turns(self) -> bool:
+        """Whether it does."""
+
+    def turn(self, tensor: Tensor) -> Tensor:
+        """Rows of the checkpoint's order in the layer's."""
 
 
 def note_of(scheme: Scheme, ops: Ops, dtype: torch.dtype) -> str:

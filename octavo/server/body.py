@@ -27,16 +27,24 @@ THREAD_FROM = 64 * 1024  # bytes; smaller bodies are decoded faster than a threa
 
 
 async def read_record(
-    request: Request, settings: ServerSettings, kind: type[Record], refusals: Refusals
+    request: Request,
+    settings: ServerSettings,
+    kind: type[Record],
+    refusals: Refusals,
+    *,
+    look: Callable[[bytes], None] | None = None,
 ) -> tuple[Record, list[str]]:
     """The record that a request carries, and the names of fields passed over (lenient mode).
 
-    Raises InvalidRequest, TooLarge or ClientGone.
+    `look` may refuse the bytes before anything is made of them. Raises InvalidRequest, TooLarge or
+    ClientGone.
     """
     check_media(request.headers)
     data = await read_bytes(request, settings.max_body_bytes)
 
     def work() -> tuple[Record, list[str]]:
+        if look is not None:
+            look(data)
         body = parse_object(data)
         ignored = check_names(body, kind, refusals, strict=settings.strict_fields)
         refuse_unsupported(body, refusals)

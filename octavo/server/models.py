@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +21,7 @@ from octavo.server.schema import DetokenizeRequest, TokenizeRequest
 MAX_IDS = 2**18
 MAX_CHARACTERS = 8  # of a text to /tokenize, for each id
 THREAD_FROM = 8192  # ids
+FEW = 64  # commas between the fields of a body, and in a model's name
 CHAT_ONLY = (  # fields of /tokenize that say nothing of a plain text
     "add_generation_prompt",
     "continue_final_message",
@@ -92,19 +95,27 @@ async def detokenize(request: Request) -> Response:
     """Up to 262,144 token ids to text, special tokens included."""
     serving = serving_of(request)
     serving.require_ready()
-    body, _ = await read_record(request, serving.settings, DetokenizeRequest, {})
+    engine, most = serving.engine, _most_ids(serving)
+
+    def look(data: bytes) -> None:
+        """Counts before millions of numbers are made, in which time no other thread runs."""
+        if (count := data.count(b",")) > most + FEW:
+            _refuse_ids(count, most)
+
+    body, _ = await read_record(request, serving.settings, DetokenizeRequest, {}, look=look)
     serving.model_name(body.model)
-    engine = serving.engine
-    if len(body.tokens) > (most := _most_ids(serving)):
-        raise InvalidRequest(
-            f"tokens has {len(body.tokens)} ids; send at most {most} at a time.", "tokens"
-        )
+    if len(body.tokens) > most:
+        _refuse_ids(len(body.tokens), most)
 
     def work() -> Response:
         ids = checked_ids(body.tokens, engine.limits.vocab_size, "tokens")
         return json_response({"prompt": engine.tokenizer.decode(ids, skip_special_tokens=False)})
 
     return await unhurried(work, large=len(body.tokens) >= THREAD_FROM)
+
+
+def _refuse_ids(count: int, most: int) -> NoReturn:
+    raise InvalidRequest(f"tokens has {count} ids; send at most {most} at a time.", "tokens")
 
 
 def _most_ids(serving: Serving) -> int:

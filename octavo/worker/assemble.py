@@ -145,6 +145,7 @@ def choose(
         threads=device.threads,
         device=device.name,
         int8=config.quantization == INT8,
+        int4=config.quantization == INT4,
         copies=copies,
     )
     need = attention_need(
@@ -157,6 +158,9 @@ def choose(
     )
     attention, attention_notes = select_attention(need, config.attention_backend)
     weights = [] if scheme is None else [note_of(scheme, ops, dtype)]
+    if scheme is not None and spec.moe is not None:
+        stay = "stay" if scheme.form == "online" else "are made"
+        weights.append(f"weights: routed experts {stay} {_name(dtype)}")
     if copies:
         size = size_text(plain_bytes(spec))
         weights.append(f"weights: for products of many rows plain ones are kept too, {size}")

@@ -69,7 +69,7 @@ def test_the_scheduler_needs_few_modules_of_ours() -> None:
 @pytest.mark.parametrize("name", [name for name in octavo.__all__ if name != "__version__"])
 def test_public_names_can_be_imported(name: str) -> None:
     value = getattr(octavo, name)
-    assert value.__name__ == name or name == "AsyncEngineArgs"
+    assert name in ("AsyncEngineArgs", "PromptType") or value.__name__ == name
     assert name in dir(octavo)
 
 
@@ -77,7 +77,7 @@ def test_public_names() -> None:
     assert set(octavo.__all__) == {
         *("LLM", "LLMEngine", "AsyncLLMEngine", "AsyncEngineArgs", "EngineArgs", "SamplingParams"),
         *("StructuredOutputs", "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt"),
-        *("EmbeddingRequestOutput", "PoolingParams", "__version__"),
+        *("EmbeddingRequestOutput", "PoolingParams", "PromptType", "__version__"),
     }
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = octavo.Nonsense

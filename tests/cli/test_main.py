@@ -97,7 +97,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--hf-overrides", "{"], 2, "not JSON"),
         (["serve", "a", "--model", "b"], 1, "give one of them"),
         (["serve", "--tensor-parallel-size", "8"], 1, "--tensor-parallel-size 8: this build"),
-        (["serve", "--kv-cache-dtype", "fp8_e4m3"], 1, "--kv-cache-dtype fp8_e4m3: keys"),
         (["serve", "--trust-remote-code"], 1, "--trust-remote-code: a checkpoint's own Python"),
         (["serve", "--no-enable-request-id-headers"], 1, "--no-enable-request-id-headers: "),
         (["serve", "--config", "gone.toml"], 1, "gone.toml"),

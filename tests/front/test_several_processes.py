@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -108,6 +110,45 @@ def test_a_server_of_two_processes(smollm2_gguf: Path, tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
         worker.join()
         assert finished == [200]
+
+
+@pytest.mark.model
+def test_the_end_of_the_server_s_own_process_is_told(smollm2_gguf: Path, tmp_path: Path) -> None:
+    """Nobody drains then, but what is cut says so, and nothing is left behind."""
+    flags = ("--max-model-len", "1024", "--num-gpu-blocks-override", "640", "--max-num-seqs", "8")
+    log = tmp_path / "log"
+    with serving(smollm2_gguf, log, *flags, "--api-server-count", "2") as server:
+        main = server.process.pid
+        left = children(main, "octavo.api") | children(main, "octavo.core")
+        answers: list[httpx.Response] = []
+
+        def one(stream: bool) -> None:
+            answers.append(ask(server, 900, stream=stream))
+
+        threads = [threading.Thread(target=one, args=(bool(n % 2),)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: server.gauge("vllm:num_requests_running") == 6, server)
+        os.kill(main, signal.SIGKILL)
+        for thread in threads:
+            thread.join(30)
+        server.process.wait()
+        assert len(answers) == 6
+        for answer in answers:
+            if answer.headers["content-type"].startswith("text/event-stream"):
+                assert answer.status_code == 200
+                event = next(line for line in answer.text.splitlines() if '"error"' in line)
+                error = json.loads(event.removeprefix("data: "))["error"]
+                assert answer.text.endswith("data: [DONE]\n\n")
+            else:
+                error = answer.json()["error"]
+                assert answer.status_code == 503
+            assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+        end = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}/cmdline").exists() for pid in left):
+            assert time.monotonic() < end, "a process was left behind"
+            time.sleep(0.1)
+        assert "Traceback" not in log.read_text()
 
 
 class Kept:

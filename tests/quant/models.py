@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.attention.mla_sdpa import LatentSdpaAttention
 from octavo.attention.sdpa import SdpaAttention
 from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.kernels.ops import Ops
@@ -81,7 +82,8 @@ def quantized(
 
 
 def is_quantized(name: str, tensor: Tensor) -> bool:
-    return name.endswith("_proj.weight") and tensor.dim() == 2
+    inner = ("_proj.weight", "_proj_with_mqa.weight", "w1.weight", "w2.weight", "w3.weight")
+    return name.endswith(inner) and tensor.dim() == 2
 
 
 def load(folder: Path, ops: Ops | None = None, mesh: Mesh | None = None) -> tuple[Decoder, Build]:
@@ -97,7 +99,7 @@ def load(folder: Path, ops: Ops | None = None, mesh: Mesh | None = None) -> tupl
         dtype=torch.float32,
         ops=ops,
         quant=methods.plain,
-        attention=SdpaAttention(),
+        attention=LatentSdpaAttention() if need.latent else SdpaAttention(),
         need=need,
     )
     decoder = build_model(spec, build, methods)

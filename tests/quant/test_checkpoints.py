@@ -53,6 +53,42 @@ def test_fused_layers_must_be_alike(tmp_path: Path) -> None:
         load(model.folder)
 
 
+SMALL = {"num_hidden_layers": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "v_head_dim": 32, "qk_nope_head_dim": 16}
+EXPERTS = {
+    "mixtral": {"intermediate_size": 64},
+    "qwen3-moe": SMALL,
+    "qwen2-moe": {**SMALL, "shared_expert_intermediate_size": 64},
+    "deepseek-v2": {**SMALL, **LATENT, "num_key_value_heads": 4, "qk_rope_head_dim": 16},
+    "deepseek-v3": {
+        **SMALL,
+        **LATENT,
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("form", ["awq-32", "gptq-32-zeros", "fp8-block", "compressed-int8"])
+def test_experts_and_latents(form: str, case: str, tmp_path: Path) -> None:
+    """Layers without kernels for quantized weights, and ones whose rows are turned."""
+    model = quantized(FORMS[form], tmp_path / "m", case, sizes=EXPERTS[case])
+    prompt = model.twin.prompt(20)
+    found = driver(model.folder).run(Row(list(prompt)), chunk=9)
+    torch.testing.assert_close(found, model.twin.logits(prompt), **TOLERANCE)
+
+
+@pytest.mark.parametrize("form", ["awq-32", "fp8-dynamic", "fp8-static"])
+def test_rows_in_another_order(form: str, tmp_path: Path) -> None:
+    """Rotary pairs of neighbours, and biases."""
+    model = quantized(FORMS[form], tmp_path / "m", "glm4", sizes={"attention_bias": True})
+    prompt = model.twin.prompt(20)
+    found = driver(model.folder).run(Row(list(prompt)))
+    torch.testing.assert_close(found, model.twin.logits(prompt), **TOLERANCE)
+
+
 @pytest.mark.parametrize("form", [name for name in FORMS if name not in ("awq-128", "awq-rows")])
 def test_two_ranks_equal_one(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4}

@@ -124,6 +124,8 @@ async def test_too_many_ids_to_detokenize_are_refused(monkeypatch: pytest.Monkey
     reply = await call(app, "POST", "/detokenize", {"tokens": [5] * 10})
     assert (reply.status, reply.error["param"]) == (400, "tokens")
     assert "has 10 ids; send at most 9" in reply.error["message"]
+    reply = await call(app, "POST", "/detokenize", {"tokens": [5] * 10**4})
+    assert (reply.status, reply.error["param"]) == (400, "tokens")
     for text, words in (("hoot 🦉 " * 9, "tokens; send at most 9"), ("x" * 73, "at most 72")):
         reply = await call(app, "POST", "/tokenize", {"prompt": text})
         assert (reply.status, reply.error["param"]) == (400, "prompt")

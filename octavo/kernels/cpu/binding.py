@@ -119,6 +119,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "oct_pool_free": (None, (_P,)),
     "oct_packed_bytes": (c_long, (_I, _I, _I)),
     "oct_pack": (_I, (_I, _P, c_long, _I, _I, _P)),
+    "oct_packed4_bytes": (c_long, (_I, _I, _I)),
+    "oct_pack4": (_I, (_P, _P, _P, _I, _I, _I, _P)),
     "oct_linear": (_I, (_P, _I, _I, _P, c_long, _I, _P, _I, _I, _P, _P)),
     "oct_embed": (_I, (_P, _I, _P, _I, _P, _I, _I, _P)),
     "oct_rms_norm": (_I, (_P, _I, _I, _P, _P, _P, _I, _I, c_float, _P, _P)),

@@ -45,7 +45,7 @@ class Experts {
     half_ = (int)ceil_div(s_.width, kPanel);
     input_stride_ = stride_of(s_.hidden);
     inner_stride_ = padded<D>(half_ * kPanel);
-    middle_stride_ = is_int8<W>() ? stride_of(s_.width) : inner_stride_;
+    middle_stride_ = is_quantized<W>() ? stride_of(s_.width) : inner_stride_;
     const int most = std::max(1, kMostPairs / s_.top);
     for (int first = 0; first < tokens; first += most) {
       const long at = (long)first * s_.top;
@@ -58,15 +58,15 @@ class Experts {
  private:
   // Of a row that a product takes: filled up to a whole step, with scales behind it in 8 bits.
   static long stride_of(int size) {
-    return is_int8<W>() ? padded<W>(size + 8 + ceil_div(size, kScaled) * 4) : padded<W>(size + 1);
+    return is_quantized<W>() ? padded<W>(quantized_row_bytes(size)) : padded<W>(size + 1);
   }
 
   Matrix gate_up(int expert) const {
-    return matrix<W>((const char*)s_.gate_up + expert * s_.gate_up_bytes, 2 * half_ * kPanel,
+    return packed_matrix<W>((const char*)s_.gate_up + expert * s_.gate_up_bytes, 2 * half_ * kPanel,
                      s_.hidden);
   }
   Matrix down(int expert) const {
-    return matrix<W>((const char*)s_.down + expert * s_.down_bytes, s_.hidden, s_.width);
+    return packed_matrix<W>((const char*)s_.down + expert * s_.down_bytes, s_.hidden, s_.width);
   }
 
   void some(Pool& pool, const T* x, int tokens, const int* chosen, const float* weights, T* out) {
@@ -75,7 +75,7 @@ class Experts {
     X* input = (X*)memory_[0].reserve((tokens == 1 ? 1 : pairs) * input_stride_ * sizeof(X));
     T* inner = (T*)memory_[1].reserve(pairs * inner_stride_ * sizeof(T));
     X* middle = (X*)inner;
-    if (is_int8<W>()) middle = (X*)memory_[2].reserve(pairs * middle_stride_ * sizeof(X));
+    if (is_quantized<W>()) middle = (X*)memory_[2].reserve(pairs * middle_stride_ * sizeof(X));
     float* sums = (float*)memory_[3].reserve((long)tokens * s_.hidden * sizeof(float));
     const long stride = tokens == 1 ? 0 : input_stride_;  // a token alone is its experts' one row
     cut_items(pool.size());
@@ -87,7 +87,7 @@ class Experts {
       team.run((int)items_.size(), false, [&](int i) {
         activate(items_[i], input, stride, inner, i + 1 < (int)items_.size() ? &items_[i + 1] : nullptr);
       });
-      if (is_int8<W>()) {
+      if (is_quantized<W>()) {
         each(team, pairs, [&](long i) {
           take<D>(inner + i * inner_stride_, middle + i * middle_stride_, s_.width);
         });
@@ -138,9 +138,9 @@ class Experts {
   template <class A>
   static void take(const typename A::T* from, X* to, int size) {
 #ifdef __AVX512VNNI__
-    if constexpr (is_int8<W>()) return quantize_row<A>(from, to, size);
+    if constexpr (is_quantized<W>()) return quantize_row<A>(from, to, size);
 #endif
-    if constexpr (!is_int8<W>()) {
+    if constexpr (!is_quantized<W>()) {
       std::memcpy(to, from, size * sizeof(X));
       to[size] = X(0);
     }

@@ -83,8 +83,12 @@ long oct_packed_bytes(int dtype, int rows, int columns) {
   long bytes = kNoType;
   with_types(dtype, [&](auto, auto weight) {
     typedef decltype(weight) W;
-    const Matrix w = matrix<W>(nullptr, rows, columns);
-    bytes = is_int8<W>() ? int8_bytes(w) : w.panels * w.panel_bytes;
+    if constexpr (is_quantized<W>()) {
+      bytes = quantized_bytes(quantized(nullptr, rows, columns, 8, 0));
+    } else {
+      const Matrix w = matrix<W>(nullptr, rows, columns);
+      bytes = w.panels * w.panel_bytes;
+    }
   });
   return bytes;
 }
@@ -101,6 +105,23 @@ int oct_pack(int dtype, const void* source, long stride, int rows, int columns, 
   });
 }
 
+long oct_packed4_bytes(int rows, int columns, int group) {
+  return quantized_bytes(quantized(nullptr, rows, columns, 4, group));
+}
+
+// Codes of 0 to 15 u8[rows, columns], scales and zero points f32[rows, columns / group]; groups of
+// 32, 64 or 128 columns, which they divide.
+int oct_pack4(const void* codes, const float* scales, const float* zeros, int rows, int columns,
+              int group, void* packed) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+  if (group % kSummed || kScaled % group || columns % group) return -2;
+  pack_int4((const uint8_t*)codes, scales, zeros, rows, columns, group, packed);
+  return 0;
+#else
+  return kNoType;
+#endif
+}
+
 // y [rows, N] in f32 if `wide`, else in x's type.
 int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int rows,
                const void* packed, int out, int in, const void* bias, void* y) {
@@ -111,11 +132,11 @@ int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int 
     typedef typename W::T X;
     Pool& p = *(Pool*)pool;
     std::lock_guard<std::mutex> lock(p.busy());
-    const Matrix w = matrix<W>(packed, out, in);
+    const Matrix w = packed_matrix<W>(packed, out, in);
     static thread_local Buffer copies;
     const X* a = (const X*)x;
     if constexpr (!std::is_same<D, W>::value) {
-      const long wider = padded<W>(in + 8 + ceil_div(in, kScaled) * 4);
+      const long wider = padded<W>(quantized_row_bytes(in));
       X* copy = (X*)copies.reserve((size_t)rows * wider);
       for (int r = 0; r < rows; ++r) {
         quantize_row<D>((const T*)x + r * stride, copy + r * wider, in);
@@ -158,7 +179,7 @@ int oct_embed(void* pool, int dtype, const int* ids, int tokens, const void* pac
   return with_types(dtype, [&](auto d, auto weight) {
     typedef decltype(d) D;
     typedef decltype(weight) W;
-    const Matrix w = matrix<W>(packed, rows, columns);
+    const Matrix w = packed_matrix<W>(packed, rows, columns);
     each_rows(*(Pool*)pool, tokens, 16, [&](int first, int last) {
       for (int t = first; t < last; ++t) {
         typename D::T* out = (typename D::T*)y + (long)t * columns;

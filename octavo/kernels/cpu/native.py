@@ -16,11 +16,13 @@ from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.binding import DTYPES, INT8_WEIGHTS, Library
 from octavo.kernels.cpu.experts import NativeExperts
 from octavo.kernels.cpu.stack import NativeStack
+from octavo.kernels.formats import Grouped
 from octavo.kernels.ops import ClampedForm, ExpertProduct, Ops, PackedWeight, SampleRows
 from octavo.kernels.stack import StackModel
 
 LAYOUT = "panels32"
-INT8_LAYOUT = "panels32-int8"
+INT8_LAYOUT = "panels32-int8"  # 8 or 4 bits: a packed weight says which
+GROUPS = (128, 64, 32)  # columns that share a scale in 4 bits
 
 
 class NativeOps:
@@ -28,12 +30,15 @@ class NativeOps:
 
     With `int8` all weights have 8 bits, each row with a scale of its own, and products round each
     token to 8 bits by its own largest value: about 1 % of error on Gaussian values, a quarter to
-    a half of the time. bf16 activations only.
+    a half of the time. bf16 activations only. With `int4` too, weights that come in 4 bits stay so.
     """
 
-    __slots__ = ("_arena", "_code", "_dtype", "_layout", "_weights", "library")
+    __slots__ = ("_arena", "_code", "_dtype", "_int4", "_layout", "_weights", "library")
 
-    def __init__(self, library: Library, dtype: torch.dtype, *, int8: bool = False) -> None:
+    def __init__(
+        self, library: Library, dtype: torch.dtype, *, int8: bool = False, int4: bool = False
+    ) -> None:
+        int8 = int8 or int4
         assert not int8 or (dtype == torch.bfloat16 and library.int8)
         self.library = library
         self._dtype = dtype
@@ -41,6 +46,7 @@ class NativeOps:
         self._weights = INT8_WEIGHTS if int8 else self._code  # the same with the weights' type
         self._layout = INT8_LAYOUT if int8 else LAYOUT
         self._arena = Arena()
+        self._int4 = int4
 
     def table(self, reason: str) -> Ops:
         """The kernels by name."""
@@ -57,6 +63,7 @@ class NativeOps:
             gelu_mul=self.gelu_mul,
             sample=self.sample,
             stack=self.stack,
+            pack_grouped=self.pack_grouped if self._int4 else None,
             experts=self.experts,
             clamped_experts=self.experts,
         )
@@ -68,6 +75,23 @@ class NativeOps:
         call = self.library.call
         data = self._arena.take(call.oct_packed_bytes(self._weights, rows, columns))
         call.oct_pack(self._weights, weight.data_ptr(), columns, rows, columns, data.data_ptr())
+        return PackedWeight(data, rows, columns, self._dtype, self._layout)
+
+    def pack_grouped(self, weight: Grouped) -> PackedWeight:
+        """4 bits; 8 where columns are in an order of their own or groups are no units of 32."""
+        rows, columns = weight.codes.shape
+        unit = next((unit for unit in GROUPS if weight.group % unit == 0), 0)
+        if weight.order is not None or not unit:
+            return self.pack(weight.plain(self._dtype))
+        repeat = weight.group // unit
+        codes = weight.codes.contiguous()
+        scale = weight.scale.float().repeat_interleave(repeat, 1).contiguous()
+        zero = weight.zero.float().repeat_interleave(repeat, 1).contiguous()
+        call = self.library.call
+        data = self._arena.take(call.oct_packed4_bytes(rows, columns, unit))
+        numbers = (tensor.data_ptr() for tensor in (codes, scale, zero))
+        code = call.oct_pack4(*numbers, rows, columns, unit, data.data_ptr())
+        assert code == 0, (rows, columns, unit)
         return PackedWeight(data, rows, columns, self._dtype, self._layout)
 
     def linear(

@@ -3,7 +3,7 @@
 // Next file: narrow.h.
 #pragma once
 
-#include "gemm.h"
+#include "products.h"
 
 namespace oct {
 

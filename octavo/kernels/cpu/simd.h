@@ -135,9 +135,9 @@ struct BF16 {
 #endif
 
 #ifdef __AVX512VNNI__
-// Weights of 8 bits, four along K a step; activations are x / scale + 128 in u8.
+// Weights of 8 or 4 bits, four along K a step; activations are x / scale.
 struct INT8 {
-  typedef uint8_t T;
+  typedef int8_t T;
   static constexpr int kStep = 4;
 };
 #endif

@@ -56,16 +56,16 @@ class Stack {
     for (int i = 0; i < s_.layers; ++i, fields += kLayerFields) {
       Layer l;
       l.norm = (const T*)fields[kNorm];
-      l.qkv = matrix<W>((const void*)fields[kQkv], q + 2 * kv, s_.hidden);
+      l.qkv = packed_matrix<W>((const void*)fields[kQkv], q + 2 * kv, s_.hidden);
       l.qkv_bias = (const T*)fields[kQkvBias];
       l.query_norm = (const T*)fields[kQueryNorm];
       l.key_norm = (const T*)fields[kKeyNorm];
-      l.output = matrix<W>((const void*)fields[kOutput], s_.hidden, q);
+      l.output = packed_matrix<W>((const void*)fields[kOutput], s_.hidden, q);
       l.output_bias = (const T*)fields[kOutputBias];
       l.mlp_norm = (const T*)fields[kMlpNorm];
-      l.gate_up = matrix<W>((const void*)fields[kGateUp], 2 * s_.intermediate, s_.hidden);
+      l.gate_up = packed_matrix<W>((const void*)fields[kGateUp], 2 * s_.intermediate, s_.hidden);
       l.gate_up_bias = (const T*)fields[kGateUpBias];
-      l.down = matrix<W>((const void*)fields[kDown], s_.hidden, s_.intermediate);
+      l.down = packed_matrix<W>((const void*)fields[kDown], s_.hidden, s_.intermediate);
       l.down_bias = (const T*)fields[kDownBias];
       l.window = (int)fields[kWindow];
       std::memcpy(&l.key_scale, &fields[kKeyScale], 4);
@@ -76,15 +76,15 @@ class Stack {
       layers_.push_back(l);
     }
     plans_ = std::vector<AttentionPlan>(windows_.size());
-    embedding_ = matrix<W>((const void*)s_.embedding, s_.embedding_rows, s_.hidden);
-    head_ = matrix<W>((const void*)s_.head, s_.vocabulary, s_.hidden);
+    embedding_ = packed_matrix<W>((const void*)s_.embedding, s_.embedding_rows, s_.hidden);
+    head_ = packed_matrix<W>((const void*)s_.head, s_.vocabulary, s_.hidden);
     hidden_stride_ = padded<D>(s_.hidden + 1);
     query_stride_ = padded<D>(q + 1);
     middle_stride_ = padded<D>(s_.intermediate + 1);
     qkv_stride_ = padded<D>(q + 2 * kv);
     gate_up_stride_ = padded<D>(2 * s_.intermediate);
     const int widest = std::max(std::max(s_.hidden, q), s_.intermediate);
-    input_stride_ = padded<W>(widest + 8 + ceil_div(widest, kScaled) * 4);  // values, then scales
+    input_stride_ = padded<W>(quantized_row_bytes(widest));
   }
 
   int run(Pool& pool, const StepArrays& step) {
@@ -143,7 +143,7 @@ class Stack {
     query_ = (T*)memory_[2].reserve(tokens * query_stride_ * sizeof(T));
     mixed_ = (T*)memory_[3].reserve(tokens * query_stride_ * sizeof(T));
     middle_ = (T*)memory_[4].reserve(tokens * middle_stride_ * sizeof(T));
-    if (is_int8<W>()) {
+    if (is_quantized<W>()) {
       input_ = (X*)memory_[7].reserve(std::max(tokens, samples) * input_stride_ * sizeof(X));
     }
     if (!whole_heads()) qkv_ = (T*)memory_[5].reserve(tokens * qkv_stride_ * sizeof(T));
@@ -200,9 +200,9 @@ class Stack {
 
   void embed(int id, T* out) const {
 #ifdef __AVX512VNNI__
-    if constexpr (is_int8<W>()) return unpack_row_int8<D>(embedding_, id, out);
+    if constexpr (is_quantized<W>()) return unpack_row_int8<D>(embedding_, id, out);
 #endif
-    if constexpr (!is_int8<W>()) unpack_row<D>(embedding_, id, out);
+    if constexpr (!is_quantized<W>()) unpack_row<D>(embedding_, id, out);
   }
 
   Input normalize(Team& team, const T* weight, int tokens, T* mine) {
@@ -220,30 +220,30 @@ class Stack {
   // Rows of `size` values for a product: as they are, or in 8 bits, by each thread for itself
   // while they are few.
   Input prepare(Team& team, const T* x, long stride, int tokens, int size, T* mine) {
-    if (is_int8<W>() && tokens <= kOwnNorm) return own_input(x, stride, tokens, size, mine);
-    if (is_int8<W>()) each(team, tokens, [&](long t) { quantize(x + t * stride, size, t); });
+    if (is_quantized<W>() && tokens <= kOwnNorm) return own_input(x, stride, tokens, size, mine);
+    if (is_quantized<W>()) each(team, tokens, [&](long t) { quantize(x + t * stride, size, t); });
     return shared_input(x, stride);
   }
 
   Input own_input(const T* x, long stride, int tokens, int size, T* mine) const {
 #ifdef __AVX512VNNI__
-    if constexpr (is_int8<W>()) {
+    if constexpr (is_quantized<W>()) {
       X* out = (X*)(mine + kOwnNorm * hidden_stride_);
       for (int t = 0; t < tokens; ++t) quantize_row<D>(x + t * stride, out + t * input_stride_, size);
       return Input{out, input_stride_};
     }
 #endif
-    if constexpr (!is_int8<W>()) return Input{x, stride};
+    if constexpr (!is_quantized<W>()) return Input{x, stride};
   }
 
   void quantize(const T* x, int size, long t) {
 #ifdef __AVX512VNNI__
-    if constexpr (is_int8<W>()) quantize_row<D>(x, input_ + t * input_stride_, size);
+    if constexpr (is_quantized<W>()) quantize_row<D>(x, input_ + t * input_stride_, size);
 #endif
   }
 
   Input shared_input(const T* x, long stride) const {
-    if constexpr (is_int8<W>()) {
+    if constexpr (is_quantized<W>()) {
       return Input{input_, input_stride_};
     } else {
       return Input{x, stride};

@@ -92,7 +92,7 @@ def quantize_blocks_kernel(
 
 @triton.jit(do_not_specialize=["M", "span"])
 def fp8_rows_kernel(
-    x_ptr,  # e4m3 [M, K]
+    x_ptr,  # e4m3 [M, K]; if STATIC it may be what is still to be rounded
     weight_ptr,  # e4m3 [N, K]
     x_scale_ptr,  # f32 [M], [1] if STATIC, or [K / BK, M] if BLOCKED
     scale_ptr,  # f32 [N], or [N, K / BK] if BLOCKED
@@ -127,10 +127,14 @@ def fp8_rows_kernel(
     weight_at = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     x_at = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
+    if STATIC:
+        inverse = 1.0 / tl.load(x_scale_ptr)
     for block in range(split * span, tl.minimum(blocks, (split + 1) * span)):
         inside = block * BK + k < K
         weight = tl.load(weight_at + block * BK, mask=in_n[:, None] & inside[None, :], other=0.0)
         x = tl.load(x_at + block * BK, mask=in_m[:, None] & inside[None, :], other=0.0)
+        if STATIC and x_ptr.dtype.element_ty != tl.float8e4nv:
+            x = _rounded(x.to(tl.float32), inverse)
         if WIDEN:  # the interpreter multiplies no 8-bit floats
             weight, x = weight.to(tl.float32), x.to(tl.float32)
         if BLOCKED:
@@ -233,7 +237,8 @@ def fp8_rows(
 ) -> Tensor:
     """x e4m3[M, K], weight e4m3[N, K] and their scales -> [M, N]; M up to FEW.
 
-    Scales are f32[M] (or [1]) and [N], or those of `quantize_blocks` and [N, K / BLOCK].
+    With a static scale x may be what is still to be rounded. Scales are f32[M] (or [1]) and [N], or
+    those of `quantize_blocks` and [N, K / BLOCK].
     """
     count, columns = x.shape
     rows = weight.shape[0]
@@ -278,12 +283,14 @@ def fp8_rows(
 
 
 def fp8_cut(rows: int, columns: int, processors: int, *, blocked: bool) -> Fp8Cut:
-    """A good cut on an H200: about four programs a processor."""
-    outputs = 64 if rows >= 64 * processors else 32
-    block = BLOCK if blocked else 256
-    tiles = divide_up(rows, outputs)
-    splits = max(1, min(round(4 * processors / tiles), columns // (4 * block), 16))
-    return Fp8Cut(outputs, block, splits, 4, 4)
+    """A good cut on an H200."""
+    tiles = divide_up(rows, 64)
+    if blocked:
+        splits = max(1, min(divide_up(4 * processors, tiles), columns // (4 * BLOCK), 8))
+        return Fp8Cut(64, BLOCK, splits, 4, 5)
+    if tiles <= processors:  # one program a processor, with much under way
+        return Fp8Cut(64, 512, 1, 4, 4)
+    return Fp8Cut(64, 256, 2, 4, 3)
 
 
 @lru_cache(maxsize=16)

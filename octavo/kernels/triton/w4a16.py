@@ -26,9 +26,9 @@ from octavo.kernels.triton.activation import silu
 from octavo.kernels.triton.launch import divide_up, gpu_of, pdl
 
 MAX_ROWS = 64
-TILE_WORDS = 1024  # of a program of one row's kernel: 32 bytes for each of 128 threads
+SMALL_GROUPS = 200_000  # of a weight: up to so many, programs of one row's kernel have two warps
 WIDE_WORDS = 16  # of a tile of the kernel for some rows: 128 columns
-OUTPUTS = 64  # weight rows of such a tile
+OUTPUTS = 128  # weight rows of such a tile
 MOST_CELLS = 4 << 20  # of all that programs which share a tile find
 MOST_TILES = 8192
 
@@ -460,7 +460,7 @@ def w4_row(
     outputs = rows // 2 if silu else rows
     groups = columns // weight.group
     out = torch.empty(1, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    block_rows, block_groups, warps = tile or row_tile(groups, weight.group // 8)
+    block_rows, block_groups, warps = tile or row_tile(outputs, groups, weight.group // 8)
     w4_row_kernel[(divide_up(outputs, block_rows),)](
         x,
         weight.words,
@@ -481,15 +481,12 @@ def w4_row(
     return out
 
 
-def row_tile(groups: int, chunk: int) -> tuple[int, int, int]:
-    """(rows, groups, warps) of a program that multiplies one row."""
-    most = TILE_WORDS // (2 * chunk)
-    block = 1
-    while block < min(most, groups):
-        block *= 2
-    while block > 8 and groups % block and groups // block < 8:
+def row_tile(outputs: int, groups: int, chunk: int) -> tuple[int, int, int]:
+    """(rows, groups, warps) of a program that multiplies one row: good ones on an H200."""
+    block = 32 * 16 // chunk if outputs * groups > SMALL_GROUPS else 16 * 16 // chunk
+    while block > 8 and block // 2 >= groups:
         block //= 2
-    return max(1, TILE_WORDS // (block * chunk)), block, 4
+    return 8, block, 4 if block * chunk >= 32 * 16 else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,12 +549,12 @@ def w4_rows(
 
 
 def rows_cut(count: int, outputs: int, columns: int, processors: int) -> RowsCut:
-    """A good cut on an H200: about two programs or more a processor."""
+    """A good cut on an H200: about three programs a processor."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     tiles = divide_up(outputs, OUTPUTS) * divide_up(count, rows)
-    wanted = max(1, round(3 * processors / tiles))
-    splits = max(1, min(wanted, columns // (8 * WIDE_WORDS * 4), 16))
-    return RowsCut(rows, OUTPUTS, splits, 4, 4)
+    splits = max(1, min(divide_up(3 * processors, tiles), columns // (8 * WIDE_WORDS * 8), 8))
+    long = count > 32 and columns > outputs
+    return RowsCut(rows, OUTPUTS, splits, 8 if long else 4, 3)
 
 
 @lru_cache(maxsize=16)

@@ -22,6 +22,9 @@ TESTS = (
     "test_kernels_attention.py",
     "test_kernels_sample.py",
     "test_worker_slots.py",
+    "test_quantized.py",
+    "test_kernels_experts.py",
+    "test_kernels_latent.py",
 )
 PARTS = {
     "small": "norms and 3-576 or silu_mul and 7-100 or rope and 9-3-80 or rope_store and 3-1-96",
@@ -32,6 +35,11 @@ PARTS = {
     "hopper": "test_long_rows",
     "sample": "greedy or draws or filters or broken_rows or not_finite",
     "slots": "laid_out",
+    "quantized": "four_bits and dtype0 and (70-256 or 40-384) or made_plain and dtype0"
+    " or gates_and_order or shared_columns or eight_bit or rounds_by_itself",
+    "experts": "routing and 1-False or sorting or test_products and dtype0 and 1-0"
+    " or nobody_chose or broken_token or general_tiles",
+    "latent": "test_kernels_latent",
 }
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FAILED = 86  # exit status for what the checker found, which no test gives

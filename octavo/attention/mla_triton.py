@@ -21,7 +21,7 @@ from octavo.forward import CacheLayout, ForwardBatch
 from octavo.kernels.triton import latent as kernels
 from octavo.kernels.triton import latent_attention as attention
 from octavo.kernels.triton import latent_expanded as expanded
-from octavo.kernels.triton.attention_decode import Pieces, list_pieces
+from octavo.kernels.triton.attention_pieces import Pieces, list_pieces, merge
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count
 from octavo.kernels.triton.launch import gpu_of
 
@@ -161,7 +161,7 @@ class LatentTritonAttention:
         plan = _planned(batch)
         out = self._attend(q.contiguous(), pages, need, batch, plan)
         if plan.pieces is not None and plan.pieces.splits != 1:
-            attention.merge(plan.pieces, out[: plan.decodes])
+            merge(plan.pieces, None, out[: plan.decodes])
         return out.flatten(1)
 
     def forward_fused_latent(
@@ -196,7 +196,7 @@ class LatentTritonAttention:
             done = plan.decodes
             kernels.project_splits(plan.pieces, values, out[:done])
         elif plan.pieces is not None and plan.pieces.splits == 0:
-            attention.merge(plan.pieces, sums[: plan.decodes])
+            merge(plan.pieces, None, sums[: plan.decodes])
         kernels.project(sums[done:], values, out[done : len(sums)])
         if plan.expanded is not None:
             self._attend_expanded(heads, pages, rules, need, plan, out)

@@ -43,7 +43,7 @@ class TritonPlan:
     pieces: Pieces | None
     windowed: Pieces | None  # for layers with a window
     prefill: object  # what the Prefill planned; None without such rows
-    turns: bool = False  # attention turns and stores the newest tokens itself
+    even: bool = False  # rows are all decode rows, none of which is cut unevenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,13 @@ class TritonAttention:
             decodes = 0
         pieces, windowed = self._pieces(batch, form) if decodes else (None, None)
         rest = self._prefill.plan(self._sizes()[0], batch, decodes) if mixed else None
-        turns = (
+        even = (
             decodes == batch.num_rows == batch.num_tokens
             and pieces is windowed
             and pieces is not None
             and pieces.splits > 0
-            and tiles.turns_newest(decodes, self._sizes()[1])
         )
-        return TritonPlan(decodes, pieces, windowed, rest, turns)
+        return TritonPlan(decodes, pieces, windowed, rest, even)
 
     def forward(
         self,
@@ -180,7 +179,12 @@ class TritonAttention:
         Of few rows that all decode, attention itself does these.
         """
         plan = batch.attn
-        if isinstance(plan, TritonPlan) and plan.turns:
+        norms = rules.query_norm is not None
+        if (
+            isinstance(plan, TritonPlan)
+            and plan.even
+            and tiles.turns_newest(plan.decodes, self._sizes()[1], norms=norms)
+        ):
             newest = Newest(
                 qkv,
                 batch.positions,

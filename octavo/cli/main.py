@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "kv-check": ("octavo.cli.check", "measure what a smaller KV cache costs in accuracy"),
     "plan": ("octavo.cli.plan", "say if a model fits and what it holds, before it is loaded"),
     "lint": ("octavo.cli.lint", "find flaws in manifests, commands, dashboards and specs"),
+    "render": ("octavo.cli.render", "write a deployment's manifests out of one spec"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

@@ -8,6 +8,7 @@ Not for: attention (`octavo/attention/triton.py`) or graphs. Next file: `gpu_pro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from octavo.kernels import gpu_products as products
 from octavo.kernels import gpu_quantized as quantized
+from octavo.kernels.cublaslt import products_of
 from octavo.kernels.gpu_quantized import pack_fp8, pack_grouped
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
-from octavo.kernels.triton.moe import TritonExperts
+from octavo.kernels.triton.moe import TritonClampedExperts, TritonExperts
 from octavo.kernels.triton.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.rotary import rope
 from octavo.kernels.triton.routing import route
@@ -39,7 +41,11 @@ def triton_ops(dtype: torch.dtype, device: torch.device, *, copies: bool = False
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: 8.0 or later is needed"
-    return table_of(dtype, capability, copies=copies)
+    table = table_of(dtype, capability, copies=copies)
+    if dtype.itemsize != 2:
+        return table
+    where = torch.empty(0, device=device).device  # with its number, as that of all tensors
+    return replace(table, tune=products_of(where).learn)
 
 
 def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = False) -> Ops:
@@ -67,6 +73,7 @@ def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = 
         pack_grouped=partial(pack_grouped, dtype=dtype, copy=copies) if small else None,
         pack_fp8=partial(pack_fp8, dtype=dtype) if small and capability >= (8, 9) else None,
         experts=TritonExperts,
+        clamped_experts=TritonClampedExperts,
         route=route,
     )
 

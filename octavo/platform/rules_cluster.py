@@ -16,7 +16,7 @@ from octavo.platform.sources import Document, Pod, Sources, gpus_of, pods_of
 LAST_WITH_RAY = (0, 17, 1)  # of the stock images vllm/vllm-openai
 REQUIRES = "octavo/requires"  # an annotation that says which operators must be there
 SERVICE_URL = re.compile(r"https?://([a-z0-9-]+)\.([a-z0-9-]+)\.svc(?:\.[a-z.]+)?(?::(\d+))?")
-RAY_IMAGE = re.compile(r"(?:rayproject/ray|ray)[:-](\d+\.\d+\.\d+)")
+RAY_IMAGE = re.compile(r"rayproject/ray(?:-ml)?:(\d+\.\d+\.\d+)")
 
 
 def all_pods(sources: Sources) -> list[Pod]:
@@ -346,16 +346,21 @@ def collective_network(sources: Sources) -> Iterator[Finding]:
         if not pod.ray or not gpus_of(container):
             continue
         names = {str(one.get("name")) for one in _list(container, "env")}
-        host = {"VLLM_HOST_IP", "OCTAVO_HOST_IP", "POD_IP"} & names
-        if "NCCL_SOCKET_IFNAME" not in names or not host:
+        image = str(container.get("image", ""))
+        needed = {"NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"} if "vllm" in image else _INTERFACE
+        missing = sorted(needed - names)
+        if missing:
             yield Finding(
                 "collective-network",
                 pod.document.file,
                 pod.line(*at),
                 f"container {container.get('name')} does not say which address and interface "
-                "its ranks use",
-                "set NCCL_SOCKET_IFNAME, and POD_IP (VLLM_HOST_IP for vLLM) from status.podIP",
+                f"its ranks use: no {', no '.join(missing)}",
+                "set NCCL_SOCKET_IFNAME, and for vLLM VLLM_HOST_IP from status.podIP",
             )
+
+
+_INTERFACE = {"NCCL_SOCKET_IFNAME"}
 
 
 def dashboard_open(sources: Sources) -> Iterator[Finding]:
@@ -377,12 +382,17 @@ def dashboard_open(sources: Sources) -> Iterator[Finding]:
 
 def availability(sources: Sources) -> Iterator[Finding]:
     """A restart of one pod must not end the service, and pods have no more rights than needed."""
-    budgets = any(sources.of("PodDisruptionBudget"))
+    budgets = [
+        one.get("spec", "selector", "matchLabels") or {}
+        for one in sources.of("PodDisruptionBudget")
+    ]
     for document in sources.documents:
         pods = [pod for pod in pods_of(document) if pod.gpus or pod.ray]
         if not pods:
             continue
-        missing = [] if budgets else ["PodDisruptionBudget"]
+        labels = dict(pods[0].labels)
+        kept = any(one.items() <= labels.items() for one in budgets)
+        missing = [] if kept else ["PodDisruptionBudget"]
         if not all(_secure(pod) for pod in pods):
             missing.append("securityContext that forbids root")
         if document.kind == "RayCluster" and not document.get("spec", "gcsFaultToleranceOptions"):

@@ -25,6 +25,7 @@ class Sizes:
     load_seconds: float
     startup_failures: int  # probes of PERIOD seconds
     grace_seconds: int
+    storage: str  # that weights and compiled kernels need
     note: str
 
 
@@ -37,7 +38,8 @@ def sizes_of(spec: Spec) -> Sizes:
     failures = math.ceil(seconds / PERIOD)
     # Before SIGTERM endpoints must have heard of it; after the drain, processes must end.
     grace = spec.drain.seconds + PRE_STOP + 20
-    return Sizes(seconds, failures, grace, note)
+    storage = f"{max(20, math.ceil(1.3 * weights / 2**30) + 10)}Gi" if weights else "500Gi"
+    return Sizes(seconds, failures, grace, storage, note)
 
 
 PRE_STOP = 10  # seconds before SIGTERM in which routers notice that a pod goes

@@ -335,11 +335,24 @@ def _take_from_object(found: Sources, document: Document) -> None:
                 found.variables.append((str(variable.get("name")), document.file, line))
     config = document.get("spec", "serveConfigV2")
     if document.kind == "RayService" and isinstance(config, str):
-        tree = yaml_module().safe_load(config)
-        for application in tree.get("applications") or []:
-            args = application.get("args") or {}
-            line = document.line("spec", "serveConfigV2")
+        line = document.line("spec", "serveConfigV2")
+        for application in (yaml_module().safe_load(config) or {}).get("applications") or []:
+            args = _engine_args(application.get("args") or {})
             _take_settings(found, args, (document.file, line))
+    options = document.get("data", "engine.json")
+    if document.kind == "ConfigMap" and options:
+        line = document.line("data", "engine.json")
+        _take_settings(found, json.loads(options), (document.file, line))
+
+
+def _engine_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Of one of our applications as they are; of Ray's own for vLLM, those of its first model."""
+    if "llm_configs" not in args:
+        return args
+    first = args["llm_configs"][0]
+    scaling = (first.get("deployment_config") or {}).get("autoscaling_config") or {}
+    source = (first.get("model_loading_config") or {}).get("model_source")
+    return {**(first.get("engine_kwargs") or {}), "autoscaling": scaling, "model": source}
 
 
 @dataclass(frozen=True, slots=True)

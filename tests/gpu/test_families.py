@@ -113,20 +113,27 @@ def test_narrow_types(device: torch.device, case: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("case", ["deepseek-v2-lite", "deepseek-v3"])
 def test_latents_in_fp8(device: torch.device, case: str) -> None:
-    """An FP8 cache of latents costs what its rounding explains, the same whole and in chunks."""
+    """As plain torch has it with such a cache, whole and in chunks.
+
+    In f16, whose rounding seldom moves a latent to another number of FP8.
+    """
     if device.type != "cuda":
         pytest.skip("needs a GPU")
-    twin = make_twin(case, torch.bfloat16, every_expert=True)
+    twin = make_twin(case, torch.float16, every_expert=True)
     prompt = twin.prompt(60)
-    driver = start(
-        read_spec(twin.config),
-        twin.state,
-        "triton",
-        seed=twin.seed,
-        dtype=torch.bfloat16,
-        device=str(device),
-        cache_dtype=torch.float8_e4m3fn,
-    )
-    expected = twin.logits(prompt)
+
+    def logits(kernels: str, chunk: int) -> Tensor:
+        driver = start(
+            read_spec(twin.config),
+            twin.state,
+            kernels,
+            seed=twin.seed,
+            dtype=torch.float16,
+            device=str(device),
+            cache_dtype=torch.float8_e4m3fn,
+        )
+        return driver.run(Row(list(prompt)), chunk=chunk)
+
+    expected = logits("reference", 0)
     for chunk in (0, 7):
-        assert distance(driver.run(Row(list(prompt)), chunk=chunk), expected) < 0.1
+        assert distance(logits("triton", chunk), expected) < 2e-2

@@ -303,6 +303,7 @@ def test_newest_tokens_within_attention(
     changes: dict[str, object],
     norms: bool,
     form: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all rows decode: the same results and the same pages as of a launch before it."""
     need = make_need(device, **changes)
@@ -323,7 +324,8 @@ def test_newest_tokens_within_attention(
         kv=KVCache((batch.kv.keys[0].clone(),), (batch.kv.values[0].clone(),), need.block_size),
     )
     poison_allocator(device)
-    planned = replace(backend.plan(batch, form), turns=True)  # of a list too, if it is asked
+    monkeypatch.setattr(tiles, "turns_newest", lambda *_, norms: norms in (True, False))
+    planned = replace(backend.plan(batch, form), even=True)  # a list can do it too
     found = backend.forward_fused(qkv, rules, 0, need, replace(batch, attn=planned))
     q = rotary.rope_store(
         qkv,

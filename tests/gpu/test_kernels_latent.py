@@ -15,9 +15,9 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 pytest.importorskip("triton")
 
 from octavo.kernels.triton import latent, latent_attention, latent_expanded
-from octavo.kernels.triton.attention_decode import Pieces, list_pieces
+from octavo.kernels.triton.attention_pieces import Pieces, list_pieces, merge
 from octavo.kernels.triton.attention_varlen import Queries, list_tiles, tile_count
-from octavo.kernels.triton.latent_attention import LatentTile
+from octavo.kernels.triton.latent_attention import LatentCut
 
 # (activations, cache); Triton's interpreter has no products of bf16.
 TYPES = [
@@ -177,9 +177,8 @@ def attended(q: Tensor, pages: Tensor, blocks: Tensor, length: int, rank: int) -
     return weights @ cells[:, :rank]
 
 
-def tile_for(one: Sizes, dtype: torch.dtype) -> LatentTile:
-    cut = latent_attention.cut_of(one.heads, dtype.itemsize, 4)
-    return cut.one
+def cut_for(one: Sizes, cache: torch.dtype) -> LatentCut:
+    return latent_attention.cut_of(one.heads, cache.itemsize, 4)
 
 
 @types
@@ -196,7 +195,7 @@ def test_rows_of_one_query(
     pages, table, length = random_rows(device, one, cache, lens)
     rows = len(lens)
     q = torch.randn(rows, one.heads, one.rank + one.turned, device=device).to(dtype)
-    tile = tile_for(one, dtype)
+    tile = cut_for(one, cache).one
     most = max(rows * max(1, splits), 8 + rows)
     firsts = torch.arange(rows, dtype=torch.int32, device=device) * splits
     counts = torch.full_like(firsts, splits)
@@ -226,7 +225,7 @@ def test_rows_of_one_query(
         latent.project_splits(pieces, factor, few)
         assert distance(few, projected[:3]) < bound_of(device, dtype)
     if splits != 1:
-        latent_attention.merge(pieces, out)
+        merge(pieces, None, out)
     assert distance(out, exact) < bound_of(device, dtype)
 
 
@@ -245,7 +244,7 @@ def test_rows_of_many_queries(
     indptr = torch.tensor([0, *queries], device=device).cumsum(0).int()
     total = sum(queries)
     q = torch.randn(total, one.heads, one.rank + one.turned, device=device).to(dtype)
-    tile = latent_attention.cut_of(one.heads, dtype.itemsize, 4).many
+    tile = cut_for(one, cache).many
     tokens = latent_attention.tokens_of_tile(one.heads, tile.rows)
     tiles = torch.empty(
         2, tile_count(total, len(lens), tokens, 1), dtype=torch.int32, device=device

@@ -48,13 +48,14 @@ def splits_of(rows: int, shape: DecodeShape) -> int:
     return max(1, min(MAX_SPLITS, wanted // (rows * shape.kv_heads)))
 
 
-def turns_newest(rows: int, shape: DecodeShape) -> bool:
+def turns_newest(rows: int, shape: DecodeShape, *, norms: bool) -> bool:
     """Whether attention of even rows should turn and store the newest tokens itself.
 
-    That saves a launch, and costs each program a while: 1.4 % of a step of 64 rows are gained, and
-    4 % of one of 256 are lost.
+    That saves a launch, and costs each program a while, more with head norms: 1 % of a step of 64
+    rows is gained, or with norms of 16, and 4 % of one of 256 are lost.
     """
-    return rows * shape.kv_heads * splits_of(rows, shape) <= PROGRAMS * shape.processors
+    programs = rows * shape.kv_heads * splits_of(rows, shape)
+    return programs * (2 if norms else 1) <= PROGRAMS * shape.processors
 
 
 def lists_windows(rows: int, window: int, shape: DecodeShape) -> bool:

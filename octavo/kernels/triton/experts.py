@@ -167,7 +167,8 @@ def one_tiles(hidden: int, size: int) -> tuple[tuple[int, int, int], tuple[int, 
     columns = min(2048, power_of_2(hidden))
     while columns > 256 and hidden % columns:
         columns //= 2
-    return (max(1, 2048 // columns), columns, 4), (2, min(512, power_of_2(size)), 4)
+    inner = 256 if size % 512 and size % 256 == 0 else min(512, power_of_2(size))
+    return (max(1, 2048 // columns), columns, 4), (2, inner, 4)
 
 
 @triton.jit
@@ -183,9 +184,12 @@ def tiles_kernel(
     order_ptr,  # i32[A], read if GATHER
     scale_ptr,  # f32[A], by place, read if not SILU
     tiles_ptr,  # see `Sorted`
+    bias_ptr,  # [E, N], read if BIAS
     out_ptr,  # [A, outputs]
     room,
     outputs,
+    alpha,  # of the clamped gate
+    limit,
     K: tl.constexpr,
     TOP: tl.constexpr,
     BM: tl.constexpr,
@@ -193,6 +197,7 @@ def tiles_kernel(
     BK: tl.constexpr,
     SILU: tl.constexpr,
     GATHER: tl.constexpr,
+    BIAS: tl.constexpr,  # experts of `ClampedForm`
     PDL: tl.constexpr,
 ):
     """One program a tile of rows of one expert and BN outputs."""
@@ -228,9 +233,20 @@ def tiles_kernel(
         if SILU:
             weight = _weight_tile(at + outputs.to(tl.int64) * K, start + k, K, in_n)
             up = tl.dot(x, tl.trans(weight), up, input_precision="ieee")
+    if BIAS:
+        shift = bias_ptr + expert * halves * outputs + n
+        acc += tl.load(shift, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        if SILU:
+            up += tl.load(shift + outputs, mask=in_n, other=0.0).to(tl.float32)[None, :]
     if SILU:
         dtype = x_ptr.dtype.element_ty
-        acc = silu(acc.to(dtype).to(tl.float32)) * up.to(dtype).to(tl.float32)
+        gate, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        if BIAS:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+            acc = gate / (1.0 + tl.exp(-alpha * gate)) * up
+        else:
+            acc = silu(gate) * up
     else:
         acc *= tl.load(scale_ptr + place, mask=inside, other=0.0)[:, None]
     target = out_ptr + place.to(tl.int64)[:, None] * outputs + n[None, :]
@@ -244,12 +260,15 @@ def in_tiles(
     *,
     tile_rows: int,
     silu: bool,
+    bias: Tensor | None = None,
+    clamp: tuple[float, float] = (1.0, 0.0),
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """x [T, K] with `silu`, else [A, K] by place; weight [E, N, K] -> [A, N or N / 2] by place.
 
-    Without `silu` results are multiplied by the pairs' weights. `tile` is (outputs, columns,
-    warps, stages) of a program.
+    Without `silu` results are multiplied by the pairs' weights. With `bias` [E, N] the gate is that
+    of `ClampedForm`, `clamp` its alpha and limit. `tile` is (outputs, columns, warps, stages) of a
+    program.
     """
     outputs = weight.shape[1] // (2 if silu else 1)
     pairs = found.order.shape[0]
@@ -263,9 +282,11 @@ def in_tiles(
         found.order,
         found.weights,
         found.tiles,
+        weight if bias is None else bias,
         out,
         room,
         outputs,
+        *clamp,
         K=x.shape[1],
         TOP=found.pairs_a_token,
         BM=tile_rows,
@@ -273,6 +294,7 @@ def in_tiles(
         BK=block,
         SILU=silu,
         GATHER=silu,
+        BIAS=bias is not None,
         num_warps=warps,
         num_stages=stages,
         **pdl(x.device),
@@ -285,10 +307,12 @@ def sum_kernel(
     parts_ptr,  # [A, H] by place
     place_ptr,  # i32[A]
     weights_ptr,  # f32[A] by place, read if WEIGHED
+    base_ptr,  # [T, H], read if BASE
     out_ptr,  # [T, H]
     H: tl.constexpr,
     PAIRS: tl.constexpr,  # of a token
     BLOCK: tl.constexpr,
+    BASE: tl.constexpr,
     WEIGHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -306,11 +330,18 @@ def sum_kernel(
         if WEIGHED:
             part *= tl.load(weights_ptr + place)
         total += part
+    if BASE:
+        total += tl.load(base_ptr + token * H + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * H + column, total, mask=inside)
 
 
-def sum_of(parts: Tensor, found: Sorted, *, weighed: bool = False) -> Tensor:
-    """Parts [A, H] by place -> [T, H], each token's summed; `weighed`: times their weights."""
+def sum_of(
+    parts: Tensor, found: Sorted, base: Tensor | None = None, *, weighed: bool = False
+) -> Tensor:
+    """Parts [A, H] by place -> [T, H], each token's summed, plus `base` [T, H].
+
+    `weighed`: they are still to be multiplied by the pairs' weights.
+    """
     size = parts.shape[1]
     out = parts.new_empty(found.tokens, size)
     block = min(1024, power_of_2(size))
@@ -318,10 +349,12 @@ def sum_of(parts: Tensor, found: Sorted, *, weighed: bool = False) -> Tensor:
         parts,
         found.place,
         found.weights,
+        parts if base is None else base,
         out,
         H=size,
         PAIRS=found.pairs_a_token,
         BLOCK=block,
+        BASE=base is not None,
         WEIGHED=weighed,
         num_warps=4,
         **pdl(parts.device),

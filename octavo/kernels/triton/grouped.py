@@ -285,7 +285,7 @@ def can_serve(weight: Tensor) -> bool:
 
 def grouped_cut(tile_rows: int, *, silu: bool) -> GroupedCut:
     """A good cut on an H200."""
-    outputs = 128 if tile_rows > 64 and not silu else 64
+    outputs = 64 if silu else 128
     columns = 64 if tile_rows > 64 else 128
     stage = ((2 if silu else 1) * outputs + tile_rows) * columns * 2
     return GroupedCut(outputs, columns, max(2, min(MOST_STAGES, RING // stage)))

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.attention_decode import Pieces
 from octavo.kernels.triton.attention_math import LOWEST
+from octavo.kernels.triton.attention_pieces import Pieces
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
 from octavo.kernels.triton.rotary import clear_after
 
@@ -363,7 +363,7 @@ def project_splits(pieces: Pieces, factor: Tensor, out: Tensor) -> None:
     """
     num_heads, rank, size = factor.shape
     total = out.shape[0] * pieces.splits
-    block = max(16, pieces.splits, min(64, power_of_2(total)))
+    block = 16 if total <= 64 else 64  # splits are at most 16
     columns = max(16, min(32, power_of_2(size)))
     wide = factor.dtype.itemsize == 4
     project_splits_kernel[(num_heads, divide_up(size, columns), divide_up(total, block))](

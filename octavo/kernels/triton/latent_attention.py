@@ -19,8 +19,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton.attention_decode import FP8, LIST_CHUNK, Pieces, merge_kernel
+from octavo.kernels.triton.attention_decode import FP8
 from octavo.kernels.triton.attention_math import LOG2_E, LOWEST
+from octavo.kernels.triton.attention_pieces import Pieces
 from octavo.kernels.triton.attention_varlen import Queries
 from octavo.kernels.triton.launch import divide_up, gpu_of, pdl, power_of_2
 
@@ -206,7 +207,9 @@ def cut_of(num_heads: int, item_bytes: int, processors: int) -> LatentCut:
         # Numbers of a byte are widened on their way, which the copy engine's path does not take.
         one = LatentTile(keys=32, rows=rows, warps=4, stages=3, tma=False)
         many = LatentTile(keys=64, rows=SIDE, warps=8, stages=2, tma=False)
-        return LatentCut(one if rows <= 16 else replace(many, rows=rows), many, blocks, processors)
+        if rows > 16:
+            return LatentCut(replace(many, rows=rows), many, blocks, processors)
+        return LatentCut(one, many, blocks, 2 * processors)  # two programs fit on one
     one = LatentTile(keys=64, rows=rows, warps=4 if rows <= 32 else 8, stages=2)
     many = LatentTile(keys=64, rows=max(rows, SIDE // 2), warps=4 if rows <= 32 else 8, stages=2)
     return LatentCut(one, many, blocks, processors)
@@ -250,7 +253,7 @@ def attend_one(
     """Rows of one query each: q [R, Q, L + R] over pages [N, P, L + R] into out [R, Q, L].
 
     `lens` i32[R] counts the keys of each row, the newest included; they are stored already. With
-    more than one piece a row results are left in the pieces: see `merge`.
+    more than one piece a row results are left in the pieces: see `attention_pieces.py`.
     """
     rows, num_heads, _ = q.shape
     listed = pieces.splits == 0
@@ -262,26 +265,6 @@ def attend_one(
         grid, q, pages, table, lens, lens, pieces.items, out, pieces, tile, scale, heads, 1,
         listed=listed, many=False,
     )  # fmt: skip
-
-
-def merge(pieces: Pieces, out: Tensor) -> None:
-    """What `attend_one` left in pieces, of more than one a row, into out [R, Q, L]."""
-    rows, num_heads, rank = out.shape
-    merge_kernel[(rows, num_heads)](
-        pieces.partial,
-        pieces.lse,
-        pieces.firsts,
-        pieces.counts,
-        pieces.lse,
-        out,
-        Q=num_heads,
-        D=rank,
-        DP=power_of_2(rank),
-        CHUNK=LIST_CHUNK,
-        SINKS=False,
-        num_warps=4,
-        **pdl(out.device),
-    )
 
 
 def attend_many(

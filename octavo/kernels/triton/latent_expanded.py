@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.attention_decode import MOST_ROWS
 from octavo.kernels.triton.attention_math import LOG2_E, LOWEST
+from octavo.kernels.triton.attention_pieces import MOST_ROWS
 from octavo.kernels.triton.attention_varlen import Queries
 from octavo.kernels.triton.launch import divide_up, pdl, power_of_2
 

@@ -20,6 +20,7 @@ from octavo.kernels.triton.pairs import Sorted, tile_room
 
 LOW = tl.constexpr(-1e30)  # below any score; a score that is taken gets it
 COPIED = 512  # columns of a row that a program of the sort copies
+CHUNK = 512  # pairs of a program, of very many
 
 
 @triton.jit
@@ -266,8 +267,7 @@ def sort(
         ints(pairs),
         ints(pairs),
         torch.empty(pairs, dtype=torch.float32, device=device),
-        # Zeros, so that the library's products find no rows if no kernel has run: `cuda_ahead.py`.
-        ints(count + shared) if copy else torch.zeros(count, dtype=torch.int32, device=device),
+        ints(count + shared),
         ints(3 * room + 1),
         x.new_empty(tokens * top, size) if copy else None,
         tokens,
@@ -300,6 +300,119 @@ def sort(
         COLUMNS=COPIED,
         COPY=copy,
         num_warps=8 if many else 4,
+        **pdl(device),
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(
+    experts_ptr,  # i32[A]
+    counts_ptr,  # i32[chunks, EP]
+    pairs,
+    EP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a chunk of pairs: how many of them each expert has."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=0)
+    counts = tl.histogram(chosen, EP, mask=pair < pairs)
+    tl.store(counts_ptr + tl.program_id(0) * EP + tl.arange(0, EP), counts)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def place_kernel(
+    experts_ptr,  # i32[A]
+    weights_ptr,  # f32[A]
+    counts_ptr,  # i32[chunks, EP]
+    order_ptr,
+    place_ptr,
+    sorted_weights_ptr,
+    ends_ptr,  # i32[E]
+    pairs,
+    chunks,
+    E: tl.constexpr,
+    EP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,  # pairs that are ranked at once
+    MANY: tl.constexpr,  # chunks that are added up at once
+    PDL: tl.constexpr,
+):
+    """One program a chunk of pairs: puts them after those of earlier experts and chunks."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    mine = tl.program_id(0)
+    expert = tl.arange(0, EP)
+    total = tl.zeros([EP], tl.int32)
+    before = tl.zeros([EP], tl.int32)
+    for start in range(0, chunks, MANY):
+        chunk = start + tl.arange(0, MANY)
+        at = counts_ptr + chunk[:, None] * EP + expert[None, :]
+        counts = tl.load(at, mask=(chunk < chunks)[:, None], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((chunk < mine)[:, None], counts, 0), 0)
+    ends = tl.cumsum(total, 0)
+    if mine == 0:
+        tl.store(ends_ptr + expert, ends, mask=expert < E)
+    following = ends - total + before
+    for start in range(mine * CHUNK, (mine + 1) * CHUNK, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        there = pair < pairs
+        chosen = tl.load(experts_ptr + pair, mask=there, other=-1)
+        match = (chosen[:, None] == expert[None, :]).to(tl.int32)
+        rank = tl.cumsum(match, 0) - 1 + following[None, :]
+        where = tl.sum(match * rank, 1)
+        tl.store(order_ptr + where, pair, mask=there)
+        tl.store(place_ptr + pair, where, mask=there)
+        weight = tl.load(weights_ptr + pair, mask=there, other=0.0)
+        tl.store(sorted_weights_ptr + where, weight, mask=there)
+        following += tl.sum(match, 0)
+
+
+def sort_many(experts: Tensor, weights: Tensor, *, count: int) -> Sorted:
+    """As `sort`, of so many pairs that all programs should not read all; lists no tiles."""
+    tokens, top = experts.shape
+    pairs = tokens * top
+    device = experts.device
+    chunks = divide_up(pairs, CHUNK)
+    size = power_of_2(count)
+    counts = torch.empty(chunks, size, dtype=torch.int32, device=device)
+    count_kernel[(chunks,)](
+        experts, counts, pairs, EP=size, CHUNK=CHUNK, num_warps=4, **pdl(device)
+    )
+    found = Sorted(
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty(pairs, dtype=torch.float32, device=device),
+        # Zeros, so that the library's products find no rows if no kernel has run: `cuda_ahead.py`.
+        torch.zeros(count, dtype=torch.int32, device=device),
+        counts[:0, 0],
+        None,
+        tokens,
+        count,
+        top,
+    )
+    place_kernel[(chunks,)](
+        experts,
+        weights,
+        counts,
+        found.order,
+        found.place,
+        found.weights,
+        found.ends,
+        pairs,
+        chunks,
+        E=count,
+        EP=size,
+        CHUNK=CHUNK,
+        BLOCK=64 if size > 64 else 128,
+        MANY=32,
+        num_warps=8,
         **pdl(device),
     )
     return found

@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -659,3 +659,13 @@ def prepare_ray(*, own: bool) -> bool:
 def client_key() -> str | None:
     """The API key that the bundled clients send, from OPENAI_API_KEY or OCTAVO_API_KEY."""
     return os.environ.get("OPENAI_API_KEY") or os.environ.get("OCTAVO_API_KEY") or None
+
+
+def unset_variables(names: Iterable[str]) -> list[str]:
+    """Those of the names that the environment does not have, or has empty."""
+    return [name for name in names if not os.environ.get(name)]
+
+
+def environment_with(**more: str) -> dict[str, str]:
+    """The environment for a child process, with variables that the caller adds."""
+    return {**os.environ, **more}

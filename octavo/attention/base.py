@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.forward import CacheLayout, ForwardBatch
+from octavo.kernels.ops import HeadProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +99,23 @@ class LatentFactors:
 
     keys: Tensor  # [Q, plain, L]
     values: Tensor  # [Q, L, V]
+    # The same as products that the kernels know better than torch.bmm, where they do.
+    by_keys: HeadProduct | None = None
+    by_values: HeadProduct | None = None
 
     def absorb(self, query: Tensor) -> Tensor:
         """Queries [T, Q, plain + R] -> [T, Q, L + R], to be multiplied by what is cached."""
         plain = self.keys.shape[1]
-        latent = torch.bmm(query[..., :plain].transpose(0, 1), self.keys).transpose(0, 1)
+        if self.by_keys is not None:
+            latent = self.by_keys(query[..., :plain])
+        else:
+            latent = torch.bmm(query[..., :plain].transpose(0, 1), self.keys).transpose(0, 1)
         return torch.cat((latent, query[..., plain:]), dim=2)
 
     def value(self, latents: Tensor) -> Tensor:
         """Sums of latents [T, Q, L] -> [T, Q * V]."""
+        if self.by_values is not None:
+            return self.by_values(latents).flatten(1)
         return torch.bmm(latents.transpose(0, 1), self.values).transpose(0, 1).flatten(1)
 
 

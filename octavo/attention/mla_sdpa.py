@@ -131,10 +131,11 @@ def _decode(q: Tensor, cells: Cells, group: DecodeGroup, need: AttentionNeed) ->
     rows, length = group.slots.shape
     key = cells.read(group.slots.flatten(), q.dtype).view(rows, length, -1)
     mask = torch.arange(length, device=q.device) < group.kv_lens
-    value = key[..., : need.latent]
-    return functional.scaled_dot_product_attention(
-        q, key, value, attn_mask=mask.unsqueeze(1), scale=need.scale
+    head = key.unsqueeze(1)  # its end is dropped from results: torch's fast path wants sizes alike
+    found = functional.scaled_dot_product_attention(
+        q.unsqueeze(1), head, head, attn_mask=mask[:, None, None], scale=need.scale
     )
+    return found.squeeze(1)[..., : need.latent]
 
 
 def _absorbed(q: Tensor, key: Tensor, need: AttentionNeed) -> Tensor:

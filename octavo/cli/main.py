@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "plan": ("octavo.cli.plan", "say if a model fits and what it holds, before it is loaded"),
     "lint": ("octavo.cli.lint", "find flaws in manifests, commands, dashboards and specs"),
     "render": ("octavo.cli.render", "write a deployment's manifests out of one spec"),
+    "gateway": ("octavo.cli.gateway", "run LiteLLM's proxy before several engines"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

@@ -27,6 +27,9 @@ class ExpertProduct(Protocol):
         """x [T, H], experts i64 or i32 [T, k], their weights f32[T, k] -> [T, H]."""
 
 
+HeadProduct = Callable[[Tensor], Tensor]  # x [T, Q, K] -> [T, Q, N], each head by its own matrix
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedForm:
     """Experts with biases and a bounded gate: (up + 1) * gate * sigmoid(alpha * gate).
@@ -143,3 +146,5 @@ class Ops:
     route: Callable[[Tensor, RouteRules, Tensor | None], tuple[Tensor, Tensor]] | None = None
     # The same for experts of that form; None: `kernels/experts.py`.
     clamped_experts: Callable[[Tensor, Tensor, ClampedForm], ExpertProduct] | None = None
+    # Matrices of heads [Q, N, K] -> their product, in the layout that it wants; None: torch.bmm.
+    apart: Callable[[Tensor], HeadProduct] | None = None

@@ -72,7 +72,7 @@ class Absorbed:
     `factors` exist after `finish`.
     """
 
-    __slots__ = ("_latent", "_parameters", "_part", "_quant", "factors")
+    __slots__ = ("_apart", "_latent", "_parameters", "_part", "_quant", "factors")
 
     factors: LatentFactors
 
@@ -89,6 +89,7 @@ class Absorbed:
             in_dim=1,
             in_full=latent.rank,
         )
+        self._apart = build.ops.apart
         self._latent = latent
         self._quant: QuantMethod | None = None
         self._part = part
@@ -120,7 +121,12 @@ class Absorbed:
         weight = tensors["weight"] if self._quant is None else self._quant.finish(tensors).data
         heads = weight.view(-1, latent.plain_dim + latent.value_dim, latent.rank)
         keys, values = torch.split(heads, [latent.plain_dim, latent.value_dim], dim=1)
-        self.factors = LatentFactors(keys.contiguous(), values.transpose(1, 2).contiguous())
+        self.factors = LatentFactors(
+            keys.contiguous(),
+            values.transpose(1, 2).contiguous(),
+            self._apart(keys.transpose(1, 2)) if self._apart else None,
+            self._apart(values) if self._apart else None,
+        )
 
 
 class LatentAttention:

@@ -62,5 +62,4 @@ def test_experts_are_not_quantized_in_silence(case: str, tmp_path: Path) -> None
     twin = make_twin(case)
     twin.model.save_pretrained(tmp_path)
     config = config_of(tmp_path, dtype="bfloat16", quantization="fp8", max_model_len=96)
-    with pytest.raises(ConfigError, match="routed experts"):
-        Worker(config).load()
+    assert "weights: routed experts stay bfloat16" in Worker(config).load().notes

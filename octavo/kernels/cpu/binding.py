@@ -122,6 +122,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "oct_packed4_bytes": (c_long, (_I, _I, _I)),
     "oct_pack4": (_I, (_P, _P, _P, _I, _I, _I, _P)),
     "oct_linear": (_I, (_P, _I, _I, _P, c_long, _I, _P, _I, _I, _P, _P)),
+    "oct_apart": (_I, (_P, _I, _P, c_long, c_long, _I, _P, c_long, _I, _I, _I, _P)),
     "oct_embed": (_I, (_P, _I, _P, _I, _P, _I, _I, _P)),
     "oct_rms_norm": (_I, (_P, _I, _I, _P, _P, _P, _I, _I, c_float, _P, _P)),
     "oct_rope": (_I, (_P, _I, _P, _P, _P, _I, _I, _I, _I, _P)),

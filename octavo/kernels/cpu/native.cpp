@@ -171,6 +171,34 @@ int oct_linear(void* pool, int dtype, int wide, const void* x, long stride, int 
   });
 }
 
+// Heads by themselves: x, [rows][heads][K] by its strides, and a packed matrix [N, K] of each head
+// -> y [rows][heads][N]. K is whole steps.
+int oct_apart(void* pool, int dtype, const void* x, long row_stride, long head_stride, int rows,
+              const void* packed, long bytes, int heads, int out, int in, void* y) {
+  return with_type(dtype, [&](auto d) {
+    typedef decltype(d) D;
+    typedef typename D::T T;
+    const int panels = (int)ceil_div(out, kPanel), group = std::min(4, panels);
+    const int groups = (int)ceil_div(panels, group), blocks = (int)ceil_div(rows, kBlockRows);
+    each(*(Pool*)pool, heads * groups * blocks, [&](int item) {
+      const int head = item / (groups * blocks), block = item % blocks;
+      const int first = item / blocks % groups * group, count = std::min(group, panels - first);
+      const int column = first * kPanel, columns = std::min(count * kPanel, out - column);
+      int numbers[kMaxGroup];
+      for (int p = 0; p < count; ++p) numbers[p] = first + p;
+      const Matrix w = matrix<D>((const char*)packed + head * bytes, out, in);
+      multiply<D>((const T*)x + head * head_stride, row_stride, block_start(rows, blocks, block),
+                  block_start(rows, blocks, block + 1), w, numbers, count, nullptr,
+                  [&](int row, int n, const float* sums, int width) {
+                    for (int r = 0; r < n; ++r) {
+                      T* to = (T*)y + ((long)(row + r) * heads + head) * out + column;
+                      put_row<D, D>(sums + r * width, nullptr, to, columns);
+                    }
+                  });
+    });
+  });
+}
+
 int oct_embed(void* pool, int dtype, const int* ids, int tokens, const void* packed, int rows,
               int columns, void* y) {
   for (int t = 0; t < tokens; ++t) {

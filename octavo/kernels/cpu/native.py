@@ -15,9 +15,17 @@ from torch import Tensor
 from octavo.kernels.cpu.arena import Arena
 from octavo.kernels.cpu.binding import DTYPES, INT8_WEIGHTS, Library
 from octavo.kernels.cpu.experts import NativeExperts
+from octavo.kernels.cpu.heads import NativeHeads
 from octavo.kernels.cpu.stack import NativeStack
 from octavo.kernels.formats import Grouped
-from octavo.kernels.ops import ClampedForm, ExpertProduct, Ops, PackedWeight, SampleRows
+from octavo.kernels.ops import (
+    ClampedForm,
+    ExpertProduct,
+    HeadProduct,
+    Ops,
+    PackedWeight,
+    SampleRows,
+)
 from octavo.kernels.stack import StackModel
 
 LAYOUT = "panels32"
@@ -66,6 +74,7 @@ class NativeOps:
             pack_grouped=self.pack_grouped if self._int4 else None,
             experts=self.experts,
             clamped_experts=self.experts,
+            apart=self.apart,
         )
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -255,6 +264,10 @@ class NativeOps:
         return NativeExperts(
             self.library, self._weights, gate_up, down, dtype=self._dtype, form=form
         )
+
+    def apart(self, weights: Tensor) -> HeadProduct:
+        """The product of heads' own matrices [Q, N, K]; not in 8 bits, since they are small."""
+        return NativeHeads(self.library, weights.to(self._dtype))
 
     def stack(self, model: StackModel) -> NativeStack | str:
         """A runner of the whole model, or the reason why it cannot be one."""

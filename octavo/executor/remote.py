@@ -112,6 +112,7 @@ class RemoteExecutor:
         self._context: Context = zmq.Context()
         self._plans: list[Socket] = []
         self._results: Socket | None = None
+        self._pulses: Socket | None = None  # the watch's, once there is one
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
         self._numbers = itertools.count()
         self._waiting: set[int] = set()  # steps on their way
@@ -134,7 +135,7 @@ class RemoteExecutor:
             binder = self._crew.binder(self._context)
             self._results, results = binder.bind(zmq.PULL, "results")
             self._results.rcvtimeo = int(1000 * self._patience.look)
-            pulses, pulse = binder.bind(zmq.ROUTER, "pulse")
+            self._pulses, pulse = binder.bind(zmq.ROUTER, "pulse")
             settings: list[RankSettings] = []
             for place in places:
                 socket, address = binder.bind(zmq.PUSH, f"plans-{place.rank}")
@@ -155,7 +156,7 @@ class RemoteExecutor:
                     )
                 )
             self._crew.start(settings)
-            self._watch = Watch(pulses, self._crew, self._patience, len(places), self._lose)
+            self._watch = Watch(self._pulses, self._crew, self._patience, len(places), self._lose)
             infos = self._wait_until_up(len(places))
         except BaseException:
             self.close()
@@ -205,8 +206,9 @@ class RemoteExecutor:
                 self._tell(Leave())
         self._crew.close(0.0 if self._lost else self._patience.leave)
         self._lost = self._lost or "the workers have been ended"
-        for socket in (*self._plans, *([] if self._results is None else [self._results])):
-            socket.close()
+        for socket in (*self._plans, self._results, self._pulses):
+            if socket is not None:  # an open one would hold up the context's end
+                socket.close()
         self._plans = []
         self._context.term()
 

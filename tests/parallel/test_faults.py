@@ -214,3 +214,15 @@ def test_a_slow_start_is_not_a_hang(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     with thread_ranks(spread(tiny), patience=patience) as (executor, _):
         assert executor.alive()
         assert done.is_set()
+
+
+def test_workers_that_cannot_be_started_leave_nothing(tiny: Path) -> None:
+    config = spread(tiny)
+    crew = LocalCrew(config.parallel, program=("/no/such/program",))
+    folder = Path(crew.places()[0].store.removeprefix("file:")).parent
+    executor = RemoteExecutor(config, crew)
+    with pytest.raises(FileNotFoundError):
+        executor.start()
+    executor.close()  # again
+    assert not folder.exists()
+    assert not executor.alive()

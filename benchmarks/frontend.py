@@ -80,12 +80,6 @@ class FakeCore:
     def patience(self) -> float:
         return 0.0
 
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def step(self):
         from octavo.types import SequenceOutput, StepOutputs, StepStats, TokenLogprobs
 

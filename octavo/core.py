@@ -73,6 +73,12 @@ def _import_worker() -> None:
         import_worker()
 
 
+def _wake(device: str) -> None:
+    from octavo.executor.local import wake_device
+
+    wake_device(device)
+
+
 def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Executor:
     """As `worker.parallel` says."""
     if worker.parallel.backend == "uni":
@@ -120,6 +126,10 @@ def main() -> int:
     if not told.strip():
         return 1  # the server could not open the model, and has said so
     settings = msgspec.json.decode(told, type=CoreSettings)
+    if first == GET_READY:
+        threading.Thread(
+            target=_wake, args=(settings.worker.device,), name="wake", daemon=True
+        ).start()
     try:
         return run(
             settings.addresses,

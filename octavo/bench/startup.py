@@ -23,7 +23,8 @@ from octavo.cli.flags import engine_args
 from octavo.errors import ConfigError
 from octavo.frontend import Frontend
 from octavo.options import EngineArgs
-from octavo.supervisor import Supervisor
+from octavo.resolve import is_in_core
+from octavo.supervisor import CoreProcess, Supervisor
 
 BAR = 40  # characters of the longest row
 
@@ -86,10 +87,16 @@ def _start(engine: EngineArgs, *, cold: bool) -> Start:
 
 async def _timed(engine: EngineArgs, kernels: str | None) -> Start:
     began = time.perf_counter()
-    frontend = Frontend.open(engine)
+    engine.check()
+    core = CoreProcess(prepares=is_in_core(engine))
+    try:
+        frontend = Frontend.open(engine)
+    except BaseException:
+        core.discard()
+        raise
     worker = frontend.worker if kernels is None else replace(frontend.worker, cache_dir=kernels)
     opened = time.perf_counter() - began
-    supervisor = Supervisor(worker, frontend.scheduler)
+    supervisor = Supervisor(worker, frontend.scheduler, process=core)
     await supervisor.start()
     try:
         info = await supervisor.ready()
@@ -97,7 +104,8 @@ async def _timed(engine: EngineArgs, kernels: str | None) -> Start:
     finally:
         await supervisor.stop()
     in_core = sum(seconds for _, seconds in info.timings)
-    # The core's phases end when it is ready; what is before them is its process.
+    # The core's phases end when it is ready; what is before them is its process. What it imports
+    # while the tokenizer is made is in neither.
     lengths = [("tokenizer", opened), ("process", max(0.0, total - opened - in_core))]
     return Start(_in_order([*lengths, *info.timings]), info.device)
 

@@ -7,6 +7,7 @@ adds to the config what only this family has. To add one, write an entry, and a 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -76,9 +77,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     if name == "llama" and (file.metadata.get("llama.expert_count") or 0):
         return MIXTRAL
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.0)
         raise CheckpointError(
             f"{file.path}: architecture {name!r} is not supported; known for GGUF files: "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}; the nearest is {near[0]}"
         )
     return ARCHITECTURES[name]
 

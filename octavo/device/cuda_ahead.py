@@ -12,7 +12,6 @@ launching anything. Next file: `cuda_queue.py`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import multiprocessing
@@ -21,7 +20,6 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
@@ -47,14 +45,17 @@ class Compilers:
         context = multiprocessing.get_context("fork")
         self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin)
         self._pool.submit(_nothing)  # all are forked at the first call
+        self.problem = ""  # the first, of what was left to this process
 
     def compile(self, function: Any, specialization: str) -> None:
         """Waits until a kernel is compiled; what fails will fail again where it is launched."""
         target = triton.runtime.driver.active.get_current_target()
         kind = (target.backend, target.arch, target.warp_size)
-        with contextlib.suppress(BrokenProcessPool):
-            name = function.__name__
-            self._pool.submit(_compile, kind, function.module, name, specialization).exception()
+        name = function.__name__
+        try:
+            self._pool.submit(_compile, kind, function.module, name, specialization).result()
+        except Exception as error:  # a process that died, or could not compile this
+            self.problem = self.problem or f"{name}: {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Ends the processes."""
@@ -105,6 +106,8 @@ def compile_ahead(
             JITFunction.run = launch
             pool.shutdown(wait=True)
             runtime.jit_cache_hook = before
+    if compilers is not None:
+        problem = problem or compilers.problem
     for failure in (each.exception() for each in made):
         if failure is not None and not problem:
             problem = f"{type(failure).__name__}: {failure}"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from octavo.engine.pace import Allowance, Pace
 from octavo.engine.scheduler import Scheduler
 from octavo.errors import EngineDead
+from octavo.executor.base import Preparing
 from octavo.types import PREPARE, AddRequest, StepOutputs, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._preparing = executor if isinstance(executor, Preparing) else None
+        self._prepared = False  # the scheduler's next step, and the executor knows of it
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and since when
         self._last_landing = 0.0
         self._formless: list[AddRequest] = []  # their grammars are being compiled
@@ -123,7 +126,9 @@ class EngineCore:
             self._queue_formed()
         while len(self._in_flight) < self._scheduler.config.depth:
             began = self._clock()
-            plan = self._scheduler.plan(began)
+            prepared = self._prepared
+            plan = self._scheduler.extend(began) if prepared else self._scheduler.plan(began)
+            self._prepared = False
             if plan is None:
                 break
             tokens = plan.num_tokens + sum(one.num_tokens for one, _, _ in self._in_flight)
@@ -132,7 +137,9 @@ class EngineCore:
             if self._pace is not None and self._in_flight:
                 late = self._in_flight[-1][1].done()
                 seconds = self._clock() - began
-                self._pace.planned(plan.num_rows, plan.num_tokens, seconds, late=late)
+                self._pace.planned(
+                    plan.num_rows, plan.num_tokens, seconds, late=late, prepared=prepared
+                )
             self._in_flight.append((plan, handle, began))
         if self._in_flight:
             return self._land()
@@ -154,8 +161,25 @@ class EngineCore:
         plan, handle, began = self._in_flight[0]
         if handle.done():
             return 0.0
-        elapsed = self._clock() - max(began, self._last_landing)
-        return self._pace.patience(plan.num_rows, plan.num_tokens, elapsed)
+        since = max(began, self._last_landing)
+        rows, tokens = plan.num_rows, plan.num_tokens
+        wait = self._pace.patience(rows, tokens, self._clock() - since, prepared=self._prepared)
+        if self._prepared or not self._pace.leaves_time(wait) or not self.prepare():
+            return wait
+        return self._pace.patience(rows, tokens, self._clock() - since, prepared=True)
+
+    def prepare(self) -> bool:
+        """Plans what the next `step` starts, though more may come before; False if it cannot."""
+        if self._preparing is None or self._pace is None or self._prepared:
+            return False
+        if len(self._in_flight) != 1:
+            return False
+        plan = self._scheduler.prepare(self._clock())
+        if plan is None:
+            return False
+        self._preparing.prepare(plan)
+        self._prepared = True
+        return True
 
     def close(self) -> None:
         """Frees the executor; what is in flight is lost."""

@@ -35,7 +35,8 @@ class Pace:
     def __init__(self) -> None:
         self._decode: tuple[int, float] | None = None  # rows and time of the last decode step
         self._prompts: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and time
-        self._host = 0.0  # mean time to plan and launch a step of decode rows
+        # Mean time to plan and launch a step of decode rows, and to launch a prepared one.
+        self._host = [0.0, 0.0]
         self._margin = LEAST_MARGIN
 
     def landed(self, rows: int, tokens: int, seconds: float) -> None:
@@ -45,27 +46,35 @@ class Pace:
         else:
             self._prompts.append((tokens, seconds))
 
-    def planned(self, rows: int, tokens: int, seconds: float, *, late: bool) -> None:
-        """The host planned and launched a step within `seconds`.
+    def planned(
+        self, rows: int, tokens: int, seconds: float, *, late: bool, prepared: bool = False
+    ) -> None:
+        """The host planned and launched a step within `seconds`, or launched a `prepared` one.
 
         `late` if the device had nothing left to do by then. Steps with prompts tell nothing: they
         are planned as soon as a prompt comes, and launched while they already run.
         """
         if tokens > rows:
             return
-        self._host += FORGETS * (seconds - self._host) if self._host else seconds
+        known = self._host[prepared]
+        self._host[prepared] += FORGETS * (seconds - known) if known else seconds
         margin = self._margin * (WIDER if late else NARROWER)
         self._margin = min(MOST_MARGIN, max(LEAST_MARGIN, margin))
 
-    def patience(self, rows: int, tokens: int, elapsed: float) -> float:
+    def leaves_time(self, wait: float) -> bool:
+        """True if within `wait` seconds a step can be prepared."""
+        return wait > self._host[False] + LEAST_WAIT
+
+    def patience(self, rows: int, tokens: int, elapsed: float, *, prepared: bool = False) -> float:
         """Seconds until the step after this one should be planned, 0 if now or not known.
 
-        `elapsed` is for how long the device has had this step of `rows` rows and `tokens` tokens.
+        If it is `prepared`, until it should be launched. `elapsed` is for how long the device has
+        had this step of `rows` rows and `tokens` tokens.
         """
         expected = self._decode_time(rows)
         if tokens > rows and self._prompts:
             expected = max(expected, self._prompt_time(tokens))
-        wait = TRUST * expected - self._host - self._margin - elapsed
+        wait = TRUST * expected - self._host[prepared] - self._margin - elapsed
         return wait if wait > LEAST_WAIT else 0.0
 
     def _decode_time(self, rows: int) -> float:

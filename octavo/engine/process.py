@@ -1,4 +1,4 @@
-"""The engine core's process: sockets, an input thread, a heartbeat, and the loop around the core.
+"""The engine core's process: sockets, a heartbeat, and the loop around the core.
 
 Not for: deciding anything (that is `scheduler.py`) or building the worker (`octavo/core.py`).
 Next file: `client.py`, the other end.
@@ -6,10 +6,11 @@ Next file: `client.py`, the other end.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
-import queue
+import select
 import signal
 import threading
 import time
@@ -42,44 +43,38 @@ Report = Callable[[str], None]
 
 
 class Inbox:
-    """Threads that take messages off the sockets, so that a long step never delays a client."""
+    """Takes messages off the sockets. Their own threads receive meanwhile, also in a long step."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], addresses: Sequence[Addresses]
     ) -> None:
-        self.messages: queue.SimpleQueue[tuple[int, ToCore | msgspec.MsgspecError]] = (
-            queue.SimpleQueue()
-        )
-        for client, address in enumerate(addresses):
-            socket = open_socket(context, zmq.PULL)
+        self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+        self._sockets = [open_socket(context, zmq.PULL) for _ in addresses]
+        for socket, address in zip(self._sockets, addresses, strict=True):
             socket.connect(address.to_core)
-            threading.Thread(
-                target=self._receive, args=(client, socket), name=f"inbox-{client}", daemon=True
-            ).start()
-
-    def _receive(self, client: int, socket: zmq.Socket[bytes]) -> None:
-        decoder = msgspec.msgpack.Decoder(ToCore)
-        while True:
-            try:
-                self.messages.put((client, decoder.decode(socket.recv())))
-            except zmq.ContextTerminated:
-                return
-            except msgspec.MsgspecError as error:
-                # Only our own clients can connect. A request that is lost would never be answered.
-                self.messages.put((client, error))
+        self._watched = [int(socket.getsockopt(zmq.FD)) for socket in self._sockets]
 
     def drain(self, patience: float) -> list[tuple[int, ToCore]]:
-        """(client, message) of all that are there, after at most `patience` seconds for one."""
+        """(client, message) of all that are there, after at most `patience` seconds for one.
+
+        Raises MsgspecError: only our own clients can connect, and a request that is lost would
+        never be answered.
+        """
+        found = self._take()
+        if not found and patience > 0:
+            # Not a poll, which would wait for whole milliseconds.
+            select.select(self._watched, (), (), patience)
+            found = self._take()
+        return found
+
+    def _take(self) -> list[tuple[int, ToCore]]:
+        """All that is there: a socket tells once when it begins to hold something."""
         found: list[tuple[int, ToCore]] = []
-        try:
-            client, message = self.messages.get(patience > 0, patience)
-            while True:
-                if isinstance(message, msgspec.MsgspecError):
-                    raise message
-                found.append((client, message))
-                client, message = self.messages.get_nowait()
-        except queue.Empty:
-            return found
+        for client, socket in enumerate(self._sockets):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    found.append((client, self._decoder.decode(socket.recv(zmq.NOBLOCK))))
+        return found
 
 
 class Outbox:

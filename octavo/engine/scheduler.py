@@ -87,6 +87,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, str]] = []
         self._held: tuple[Sequence, int] | None = None  # next victim, and blocks wanted
         self._decode_order: Slots | None = None
+        self._prepared: Draft | None = None
         self._decoding: tuple[bytes, list[Sequence]] = (b"", [])  # slots of decode rows, and whose
         self._news: list[SequenceOutput] = []
         self._counts = Counts()
@@ -179,6 +180,41 @@ class Scheduler:
             self._plan_waiting(draft)
         if not draft.decodes.size and not draft.chunks:
             return None
+        return self._seal(draft)
+
+    def prepare(self, now: float) -> StepPlan | None:
+        """A step of decode rows that counts as planned and may still be extended; None if not now.
+
+        Until it is used, or extended once, nothing may be planned or committed.
+        """
+        if self.waiting or self.filling or self.suspects:
+            return None
+        if self.tracer is not None:
+            self.tracer.plan(now)
+        self._expire(now)
+        self._settle_hold()
+        if self.waiting:  # one was preempted
+            return None
+        draft = Draft(self.config.max_num_batched_tokens, now)
+        self._plan_decodes(draft)
+        if not draft.decodes.size:
+            return None
+        self._prepared = draft
+        return self._seal(draft)
+
+    def extend(self, now: float) -> StepPlan:
+        """The prepared step, with prompts that came meanwhile; the same if there are none."""
+        draft, self._prepared = self._prepared, None
+        assert draft is not None, "prepare comes first"
+        self._expire(now)
+        if self.suspects or not self.waiting:
+            return self.steps[-1].plan
+        self.steps.pop()
+        self._num_planned -= 1
+        draft.now = now
+        if self.tracer is not None:
+            self.tracer.plan(now)
+        self._plan_waiting(draft)
         return self._seal(draft)
 
     def _expire(self, now: float) -> None:
@@ -597,6 +633,7 @@ class Scheduler:
         """
         failed = self.steps[0].rows
         self.steps.clear()
+        self._prepared = None
         self._held = None
         for sequence in self.leaving:
             self._release(sequence)

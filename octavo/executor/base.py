@@ -6,7 +6,7 @@ handle, on a GPU it launches, remotely it sends. Plans run strictly in order.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from octavo.types import StepPlan, StepResult, WorkerInfo
 
@@ -38,3 +38,14 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Frees all that `start` took; may be called twice."""
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """An Executor that can do a part of a step's work before it is known to be wanted."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """For a plan of decode rows: makes `submit` of this very plan quicker. Raises nothing.
+
+        Another plan may be submitted instead, which holds the same and more.
+        """

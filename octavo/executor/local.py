@@ -7,6 +7,7 @@ Not for: other processes or machines. Next file: `worker/worker.py`.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from time import perf_counter
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 def import_worker() -> None:
     """Imports what `LocalExecutor.start` will, torch above all; for a thread that has time."""
     import octavo.worker.worker  # noqa: F401
+
+
+def wake_device(device: str) -> None:
+    """Begins what takes a GPU's driver long; for a thread beside that which imports."""
+    from octavo.device.wake import wake
+
+    name, _, index = device.partition(":")
+    if name == "cuda" and (index or "0").isdecimal():
+        wake(int(index or "0"))
 
 
 class FailedHandle:
@@ -88,6 +98,13 @@ class LocalExecutor:
             self._worker.trim()
             self._failed_epoch, self._failure = plan.epoch, error
             return FailedHandle(error)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Lays out the plan's inputs; what fails will fail again in `submit`."""
+        if self._worker is None or self._failure is not None:
+            return
+        with contextlib.suppress(Exception):
+            self._worker.prepare(plan)
 
     def control(self, op: str, **args: str) -> dict[str, str]:
         """Operations of the worker; see `Worker.control`."""

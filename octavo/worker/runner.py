@@ -108,6 +108,16 @@ class StepHandle:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """A plan whose inputs are where the device will find them."""
+
+    plan: StepPlan
+    rows: StepRows
+    input_ids: Tensor
+    batch: ForwardBatch
+
+
 class Runner:
     """Runs plans in order on one model with one cache."""
 
@@ -128,6 +138,19 @@ class Runner:
         self._slots = slots
         self._inputs = inputs
         self._chooser = chooser
+        self._laid_out: _LaidOut | None = None
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> None:
+        """Lays out the inputs of a plan without new sequences, which may or may not be submitted.
+
+        On the device they lie where others' do, but its work is done in order: what it was given
+        before still finds its own.
+        """
+        assert not plan.admits, "slots are changed by what is submitted alone"
+        self._laid_out = None
+        rows = read_rows(plan)
+        self._laid_out = _LaidOut(plan, rows, *self._fill(plan, rows))
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -135,10 +158,14 @@ class Runner:
         slots = self._slots
         for admit in plan.admits:
             slots.admit(admit)
-        rows = read_rows(plan)
-        self._chooser.begin(rows)
+        prepared, self._laid_out = self._laid_out, None
         started = perf_counter()
-        input_ids, batch = self._inputs.fill(plan, rows, self._forward.size(rows))
+        if prepared is not None and prepared.plan is plan:
+            rows, input_ids, batch = prepared.rows, prepared.input_ids, prepared.batch
+        else:
+            rows = read_rows(plan)
+            input_ids, batch = self._fill(plan, rows)
+        self._chooser.begin(rows)
         logits: Tensor | Drawn | None
         extras = Extras()
         if not self._last_stage:
@@ -152,6 +179,9 @@ class Runner:
         slots.computed[rows.slots] = rows.ends
         choice = None if logits is None else self._chooser.choose(logits, rows)
         return StepHandle(plan.step, choice, extras, forward_ms)
+
+    def _fill(self, plan: StepPlan, rows: StepRows) -> tuple[Tensor, ForwardBatch]:
+        return self._inputs.fill(plan, rows, self._forward.size(rows))
 
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one plan to its end."""

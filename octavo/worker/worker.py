@@ -137,6 +137,11 @@ class Worker:
         assert self._runner is not None, "load comes first"
         return self._runner.submit(plan)
 
+    def prepare(self, plan: StepPlan) -> None:
+        """Lays out a plan that is likely to be submitted; see `Runner.prepare`."""
+        if self._runner is not None:
+            self._runner.prepare(plan)
+
     def step(self, plan: StepPlan) -> StepResult:
         """Runs one plan to its end."""
         return self.submit(plan).result()

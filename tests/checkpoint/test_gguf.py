@@ -208,6 +208,7 @@ def test_version_2_is_read_and_others_are_refused(tmp_path: Path) -> None:
     ("toy", "part"),
     [
         (ToyGguf("mamba"), "'mamba'"),
+        (ToyGguf("qwen2vl"), "the nearest is qwen2"),
         (ToyGguf("qwen3", extra=(("add_expert_count", (8,)),)), "experts"),
         (ToyGguf(extra=(("add_expert_count", (8,)),)), "llama.expert_used_count"),
         (ToyGguf(extra=(("add_rope_dimension_count", (HEAD_DIM // 2,)),)), "rotary"),

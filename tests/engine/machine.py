@@ -139,6 +139,10 @@ class Machine:
     def control(self, op: str, **args: str) -> dict[str, str]:
         return {"op": op, **args}
 
+    def prepare(self, plan: StepPlan) -> None:
+        must(plan.step > self.last_step, "a step is prepared that has been")
+        must(not plan.admits, "a sequence enters before it is submitted")
+
     def submit(self, plan: StepPlan) -> Done:
         self.log.append(plan)
         if plan.epoch == self.failed_epoch:

@@ -17,5 +17,5 @@ def test_random_workloads(pytestconfig: pytest.Config) -> None:
     for seed in range(first, first + count):
         sums += run_seed(seed).sums
     if count >= 200:  # the workloads are no test if nothing happens in them
-        for name in ("preemptions", "prefix_hits", "recoveries", "sampled_tokens"):
+        for name in ("preemptions", "prefix_hits", "recoveries", "sampled_tokens", "prepared"):
             assert sums[name] > count / 4, f"too few {name}: {sums}"

@@ -89,6 +89,7 @@ class Run:
         self.twins: Counter[str] = Counter()  # second requests of an id in use
         self.sums: Counter[str] = Counter()
         self.turns = 0
+        self.share_prepared = random.choice([0.0, 0.5, 0.9])
         self.share_scored = random.choice([0.0, 0.2, 0.8])  # of requests with prompt log-probs
         self.prefixes = [self.some_tokens(config.max_model_len) for _ in range(3)]
 
@@ -104,6 +105,7 @@ class Run:
     def go(self) -> None:
         random = self.random
         for _ in range(random.randrange(5, 60)):
+            self.prepare()
             if random.random() < 0.25:
                 for _ in range(random.randrange(1, 4)):
                     self.add_group()
@@ -115,8 +117,15 @@ class Run:
                 self.now += random.random() * 3
             self.turn()
         while self.core.has_work():
+            self.prepare()
             self.turn()
         self.check_end()
+
+    def prepare(self) -> None:
+        """Now and then the next step is planned before all that comes until it begins."""
+        if self.random.random() < self.share_prepared and self.core.prepare():
+            self.sums["prepared"] += 1
+            check(self.scheduler)
 
     def add_group(self) -> None:
         random, config = self.random, self.config

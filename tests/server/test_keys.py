@@ -31,6 +31,8 @@ NEEDS = {
     "/docs": "",
     "/openapi.json": "",
     "/invocations": "inference",
+    "/score": "inference",
+    "/rerank": "inference",
     "/server_info": "admin",
     "/reset_prefix_cache": "admin",
 }

@@ -19,7 +19,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.executor.local import LocalExecutor
 from octavo.forward import ForwardBatch
 from octavo.kernels.slots import REFERENCE
-from octavo.types import AddRequest, TokenParams, WorkerInfo
+from octavo.types import AddRequest, StepOutputs, TokenParams, WorkerInfo
 from octavo.worker import worker as worker_module
 from octavo.worker.graphs import Eager, Graphs, ladder
 from octavo.worker.runner import Runner
@@ -125,9 +125,7 @@ def executor_of(
     return executor, executor._worker.load()
 
 
-def serve(
-    executor: LocalExecutor, info: WorkerInfo, requests: list[AddRequest], *, depth: int
-) -> dict[str, Got]:
+def core_of(executor: LocalExecutor, info: WorkerInfo, depth: int) -> EngineCore:
     config = SchedulerConfig(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -137,18 +135,27 @@ def serve(
         depth=depth,
         lookahead=depth - 1,
     )
-    core = EngineCore(Scheduler(config), executor)
+    return EngineCore(Scheduler(config), executor)
+
+
+def take(news: StepOutputs | None, got: dict[str, Got]) -> None:
+    for output in news.outputs if news is not None else ():
+        one = got[output.id]
+        one.ids += output.new_ids
+        one.logprobs += output.logprobs or []
+        one.prompt_logprobs += output.prompt_logprobs or []
+        one.reason, one.error = output.reason, output.error
+
+
+def serve(
+    executor: LocalExecutor, info: WorkerInfo, requests: list[AddRequest], *, depth: int
+) -> dict[str, Got]:
+    core = core_of(executor, info, depth)
     got = {request.id: Got() for request in requests}
     for request in requests:
         core.add(request)
     while core.has_work():
-        news = core.step()
-        for output in news.outputs if news is not None else ():
-            one = got[output.id]
-            one.ids += output.new_ids
-            one.logprobs += output.logprobs or []
-            one.prompt_logprobs += output.prompt_logprobs or []
-            one.reason, one.error = output.reason, output.error
+        take(core.step(), got)
     return got
 
 
@@ -245,6 +252,31 @@ def test_a_step_without_memory_is_done_again(
     device.fail_at = {device.copies + 5, device.copies + 40}
     got = serve(executor, info, requests, depth=2)
     assert device.trims == before + 2
+    for request in requests:
+        agree(got[request.id], expected[request.id])
+
+
+def test_steps_laid_out_before_requests_come_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    source = random.Random(seed)
+    device = Short()
+    executor, info = executor_of(write_tiny(tmp_path, seed=1), device, monkeypatch)
+    requests = requests_of(source, 24)
+    expected = serve(executor, info, requests, depth=2)
+    core, got = core_of(executor, info, 2), {request.id: Got() for request in requests}
+    left, used, extended = list(requests), 0, 0
+    device.fail_at = {device.copies + 30}
+    while left or core.has_work():
+        prepared = core.prepare()
+        comes = bool(left) and source.random() < 0.3
+        if comes:
+            core.add(left.pop(0))
+        used, extended = used + prepared, extended + (prepared and comes)
+        take(core.step(), got)
+    assert used > extended > 0
     for request in requests:
         agree(got[request.id], expected[request.id])
 

@@ -1,0 +1,28 @@
+"""Makes a GPU's context while this process still imports: a third of a second, and torch waits.
+
+Knows only the driver's library, not torch. Not for: whether the GPU can be used, which `cuda.py`
+says. Next file: `cuda.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+DRIVER = "libcuda.so.1"
+
+
+def wake(index: int) -> bool:
+    """Makes the primary context of GPU `index`, which torch will find; False if that fails.
+
+    Why it failed is told when torch tries. The context is this process's until it ends.
+    """
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    return bool(
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGet(ctypes.byref(device), index) == 0
+        and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    )

@@ -215,8 +215,8 @@ class EngineArgs(Record):
     attention_backend: str = option(
         "auto",
         "auto, native (C++), triton (GPU), fa3 or flashinfer (GPU, where installed), sdpa "
-        "(plain torch), or mla_sdpa (plain torch, for latent attention); the choice is printed "
-        "with its reason",
+        "(plain torch), or for latent attention mla_triton (GPU) or mla_sdpa (plain torch); the "
+        "choice is printed with its reason",
         group="Execution",
     )
     kernels: str = option(

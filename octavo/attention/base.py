@@ -88,9 +88,18 @@ class FusedAttention(Protocol):
     """An AttentionBackend that also takes a layer's projection as it comes, in fewer launches."""
 
     def forward_fused(
-        self, qkv: Tensor, rules: HeadRules, layer: int, need: AttentionNeed, batch: ForwardBatch
+        self,
+        qkv: Tensor,
+        rules: HeadRules,
+        layer: int,
+        need: AttentionNeed,
+        batch: ForwardBatch,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """QKV [T, (Q + 2K) * D] not yet normalized nor rotated -> [T, Q * D]."""
+        """QKV [T, (Q + 2K) * D] not yet normalized nor rotated -> [T, Q * D].
+
+        With `rows` i32[S], tokens whose result alone is wanted: [S, Q * D].
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from octavo.executor.records import (
 from octavo.executor.spawn import Crew
 from octavo.types import StepPlan, StepResult, WorkerInfo
 
+WORKING = 0.02  # seconds of processor time between two pulses of a rank that computes
 SEND_MILLISECONDS = 1000  # for the channel to a rank that has just said it is up
 
 logger = logging.getLogger("octavo.executor.remote")
@@ -56,7 +57,7 @@ class Patience:
     silence: float = 10.0  # without a pulse: the worker hangs as a whole
     stuck: float = 60.0  # no rank has moved, and a step is on its way
     settle: float = 4.0  # for the others to come back after one rank has raised
-    answer: float = 60.0  # to an operation that is not a step
+    answer: float = 600.0  # to an operation that is not a step, after the steps before it
     leave: float = 1.0  # for workers to end by themselves
 
 
@@ -112,6 +113,7 @@ class RemoteExecutor:
         self._context: Context = zmq.Context()
         self._plans: list[Socket] = []
         self._results: Socket | None = None
+        self._pulses: Socket | None = None  # the watch's, once there is one
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
         self._numbers = itertools.count()
         self._waiting: set[int] = set()  # steps on their way
@@ -134,7 +136,7 @@ class RemoteExecutor:
             binder = self._crew.binder(self._context)
             self._results, results = binder.bind(zmq.PULL, "results")
             self._results.rcvtimeo = int(1000 * self._patience.look)
-            pulses, pulse = binder.bind(zmq.ROUTER, "pulse")
+            self._pulses, pulse = binder.bind(zmq.ROUTER, "pulse")
             settings: list[RankSettings] = []
             for place in places:
                 socket, address = binder.bind(zmq.PUSH, f"plans-{place.rank}")
@@ -155,7 +157,7 @@ class RemoteExecutor:
                     )
                 )
             self._crew.start(settings)
-            self._watch = Watch(pulses, self._crew, self._patience, len(places), self._lose)
+            self._watch = Watch(self._pulses, self._crew, self._patience, len(places), self._lose)
             infos = self._wait_until_up(len(places))
         except BaseException:
             self.close()
@@ -205,8 +207,9 @@ class RemoteExecutor:
                 self._tell(Leave())
         self._crew.close(0.0 if self._lost else self._patience.leave)
         self._lost = self._lost or "the workers have been ended"
-        for socket in (*self._plans, *([] if self._results is None else [self._results])):
-            socket.close()
+        for socket in (*self._plans, self._results, self._pulses):
+            if socket is not None:  # an open one would hold up the context's end
+                socket.close()
         self._plans = []
         self._context.term()
 
@@ -382,7 +385,7 @@ class Watch:
 
     def _hear(self, pulse: Pulse) -> None:
         life, now = self._lives[pulse.rank], time.monotonic()
-        if pulse != life.pulse or not pulse.busy:
+        if not pulse.busy or life.pulse is None or moved(life.pulse, pulse):
             life.moved_at = now
         life.pulse, life.heard_at = pulse, now
 
@@ -425,6 +428,13 @@ class Watch:
         return (
             f"{lines}; not reached by rank {', '.join(map(str, behind))}: what the others wait in"
         )
+
+
+def moved(before: Pulse, now: Pulse) -> bool:
+    """True if a rank came further from one pulse to the next, or computes: a step may be long."""
+    if (before.steps, before.calls) != (now.steps, now.calls):
+        return True
+    return before.worked > 0 and now.worked - before.worked > WORKING
 
 
 def _busy(life: Life) -> bool:

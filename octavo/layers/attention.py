@@ -92,9 +92,9 @@ class Attention:
         """
         if self._fused is not None:
             attended = self._fused.forward_fused(
-                self.qkv(x), self._rules(), self._layer, self.need, batch
+                self.qkv(x), self._rules(), self._layer, self.need, batch, rows
             )
-            return self.output(chosen(attended, rows))
+            return self.output(attended)
         q, k, v = self.qkv.split(self.qkv(x))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.heads(q), self.key_norm.heads(k)

@@ -205,9 +205,10 @@ class Decoder:
 
         With `rows` i32[S], tokens of which alone they are wanted: [S, H]. The last block then gives
         nothing to other tokens after its keys and values, which nobody would read.
-        A stage that is not the last sends its hidden states on, and returns them as they are.
+        A stage that is not the last sends its hidden states on, of all tokens, and returns them.
         """
         change: Tensor | None = None
+        rows = None if self.norm is None else rows
         residual = self._first(input_ids)
         last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):

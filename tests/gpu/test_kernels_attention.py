@@ -16,6 +16,7 @@ from tests.gpu.measure import bound, distance, poison, poison_allocator
 
 pytest.importorskip("triton")
 
+from octavo.attention import triton as attention
 from octavo.attention.prefill import TritonRows
 from octavo.attention.triton import EVEN, UNEVEN, TritonAttention
 from octavo.kernels.triton import attention_tiles as tiles
@@ -349,6 +350,30 @@ def test_newest_tokens_within_attention(
         assert torch.equal(new.isnan(), old.isnan())
         error = distance(new.nan_to_num(), old.nan_to_num())
         assert error < bound(device, need.dtype, need.cache_dtype)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 9, "sinks": True}, {"cache_dtype": E4M3, "soft_cap": 2.0}]
+)
+def test_tokens_that_are_wanted_alone(
+    device: torch.device, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all tokens had attended, whichever they are, and wherever in their rows."""
+    need = make_need(device, **changes)
+    backend = TritonAttention()
+    batch = make_batch(need, backend, [1, 40, 1, 25], [33, 50, 7, 25])
+    heads, size = need.num_heads + 2 * need.num_kv_heads, need.head_dim
+    qkv = torch.randn(batch.num_tokens, heads * size, device=device).to(need.dtype)
+    sinks = torch.randn(need.num_heads, device=device) if need.sinks else None
+    rules = HeadRules(torch.randn(64, size, device=device), sinks=sinks)
+    batch = replace(batch, attn=backend.plan(batch))
+    rows = torch.tensor([66, 0, 40, 41, 17, 17], dtype=torch.int32, device=device)
+    every = backend.forward_fused(qkv, rules, 0, need, batch)
+    few = backend.forward_fused(qkv, rules, 0, need, batch, rows)
+    assert torch.equal(few, every[rows.long()])
+    monkeypatch.setattr(attention, "LONG_PROMPT", 2)
+    few = backend.forward_fused(qkv, rules, 0, need, batch, rows)
+    assert distance(few, every[rows.long()]) < bound(device, need.dtype)
 
 
 @pytest.mark.parametrize("cache", [E4M3, E5M2])

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from octavo.config import ParallelConfig, WorkerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, EngineDead
-from octavo.executor.remote import Patience, RemoteExecutor
+from octavo.executor.records import Pulse
+from octavo.executor.remote import Patience, RemoteExecutor, moved
 from octavo.executor.spawn import PROGRAM, LocalCrew
 from octavo.types import AddRequest, StepPlan, TokenParams
 from octavo.worker.runner import StepHandle
@@ -200,6 +202,31 @@ def test_ports_between_machines_are_bound_to_one_interface_and_encrypted(tiny: P
         context.term()
 
 
+def test_a_long_computation_is_not_a_hang(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Worker.submit
+
+    def slow(self: Worker, plan: StepPlan) -> StepHandle:
+        end = time.process_time() + (1.5 if plan.step == 2 else 0.0)
+        while time.process_time() < end:
+            sum(range(1000))
+        return submit(self, plan)
+
+    monkeypatch.setattr(Worker, "submit", slow)
+    with thread_ranks(spread(tiny, 1, 2), patience=Patience(stuck=0.5)) as (executor, info):
+        news = run_all(make_core(executor, info), [request("a", count=6)])
+    assert len(tokens_of(news)["a"]) == 6
+
+
+def test_movement_is_told_from_waiting() -> None:
+    pulse = Pulse(0, 5, True, 40, "all_reduce", 3.0)
+    assert moved(pulse, replace(pulse, calls=41))
+    assert moved(pulse, replace(pulse, steps=6))
+    assert moved(pulse, replace(pulse, worked=3.4))
+    assert not moved(pulse, pulse)
+    assert not moved(pulse, replace(pulse, worked=0.0))  # it has entered a collective
+    assert not moved(replace(pulse, worked=0.0), replace(pulse, worked=0.0))
+
+
 def test_a_slow_start_is_not_a_hang(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Worker.load
     done = threading.Event()
@@ -214,3 +241,15 @@ def test_a_slow_start_is_not_a_hang(tiny: Path, monkeypatch: pytest.MonkeyPatch)
     with thread_ranks(spread(tiny), patience=patience) as (executor, _):
         assert executor.alive()
         assert done.is_set()
+
+
+def test_workers_that_cannot_be_started_leave_nothing(tiny: Path) -> None:
+    config = spread(tiny)
+    crew = LocalCrew(config.parallel, program=("/no/such/program",))
+    folder = Path(crew.places()[0].store.removeprefix("file:")).parent
+    executor = RemoteExecutor(config, crew)
+    with pytest.raises(FileNotFoundError):
+        executor.start()
+    executor.close()  # again
+    assert not folder.exists()
+    assert not executor.alive()

@@ -249,7 +249,8 @@ def project(latents: Tensor, factor: Tensor, out: Tensor) -> None:
         return
     wide = latents.dtype.itemsize == 4
     block = 16 if tokens <= 128 or wide else 64
-    columns = max(16, min(32 if tokens <= 128 or wide else 128, power_of_2(size)))
+    columns = 32 if tokens <= 128 or wide else 64 if tokens <= 1024 else 128
+    columns = max(16, min(columns, power_of_2(size)))
     project_kernel[(num_heads, divide_up(size, columns), divide_up(tokens, block))](
         latents,
         factor,

@@ -72,8 +72,8 @@ def serve(
         core.add(request)
     got = {request.id: Got() for request in requests}
     while left or core.has_work():
-        core.prepare()
-        if left:
+        prepared = core.prepare()
+        if left and (prepared or not core.has_work()):
             core.add(left.pop())
         news = core.step()
         for output in news.outputs if news is not None else ():

@@ -117,6 +117,7 @@ class Pulse(Struct, frozen=True, array_like=True, tag="pulse"):
 
     rank: int
     steps: int  # begun since the start
-    busy: bool  # in one of them now
+    busy: bool  # one of them has not ended
     calls: int  # collectives begun since the start
     call: str = ""  # the last one
+    worked: float = 0.0  # seconds of processor time, in a rank that computes on the CPU

@@ -43,6 +43,7 @@ from octavo.executor.records import (
 from octavo.executor.spawn import Crew
 from octavo.types import StepPlan, StepResult, WorkerInfo
 
+WORKING = 0.02  # seconds of processor time between two pulses of a rank that computes
 SEND_MILLISECONDS = 1000  # for the channel to a rank that has just said it is up
 
 logger = logging.getLogger("octavo.executor.remote")
@@ -56,7 +57,7 @@ class Patience:
     silence: float = 10.0  # without a pulse: the worker hangs as a whole
     stuck: float = 60.0  # no rank has moved, and a step is on its way
     settle: float = 4.0  # for the others to come back after one rank has raised
-    answer: float = 60.0  # to an operation that is not a step
+    answer: float = 600.0  # to an operation that is not a step, after the steps before it
     leave: float = 1.0  # for workers to end by themselves
 
 
@@ -384,7 +385,7 @@ class Watch:
 
     def _hear(self, pulse: Pulse) -> None:
         life, now = self._lives[pulse.rank], time.monotonic()
-        if pulse != life.pulse or not pulse.busy:
+        if not pulse.busy or life.pulse is None or moved(life.pulse, pulse):
             life.moved_at = now
         life.pulse, life.heard_at = pulse, now
 
@@ -427,6 +428,13 @@ class Watch:
         return (
             f"{lines}; not reached by rank {', '.join(map(str, behind))}: what the others wait in"
         )
+
+
+def moved(before: Pulse, now: Pulse) -> bool:
+    """True if a rank came further from one pulse to the next, or computes: a step may be long."""
+    if (before.steps, before.calls) != (now.steps, now.calls):
+        return True
+    return before.worked > 0 and now.worked - before.worked > WORKING
 
 
 def _busy(life: Life) -> bool:

@@ -66,9 +66,9 @@ def _serve(
             traceback.print_exc()
         results.send(Broken(results.rank, text, kind))
         return 1
-    heart.calls = worker.world.calls
+    heart.calls, heart.on_cpu = worker.world.calls, not worker.asynchronous
     results.send(Up(results.rank, info))
-    landing = Landing(context, settings) if worker.asynchronous else None
+    landing = Landing(context, settings, heart) if worker.asynchronous else None
     Server(worker, results, heart, landing).run(plans)
     return 0
 
@@ -100,13 +100,14 @@ class Results:
 class Heart:
     """A thread that says how far this rank has come, and ends the process of a core that is gone.
 
-    The main thread writes `steps` and `busy`, and the collectives write `calls`.
+    The main thread counts `begun`, who lands steps `ended`, and the collectives write `calls`.
     """
 
     def __init__(self, context: Context, settings: RankSettings) -> None:
-        self.steps = 0
-        self.busy = False
+        self.begun = 0  # steps
+        self.ended = 0
         self.calls = Calls()
+        self.on_cpu = False
         self._context = context
         self._settings = settings
         self._stopped = False
@@ -116,15 +117,20 @@ class Heart:
         """There is nothing more to say; the process may live on."""
         self._stopped = True
 
+    def _pulse(self, rank: int) -> Pulse:
+        calls = self.calls
+        # Whoever waits in a collective works little; that its threads do is no sign of movement.
+        worked = time.process_time() if self.on_cpu and not calls.inside else 0.0
+        busy = self.begun > self.ended
+        return Pulse(rank, self.begun, busy, calls.count, calls.last, worked)
+
     def _beat(self) -> None:
         settings = self._settings
         socket = connect(self._context, zmq.DEALER, settings.pulse, settings)
         heard = time.monotonic()
         while not settings.parent or os.getppid() == settings.parent:
-            calls = self.calls
-            pulse = Pulse(settings.place.rank, self.steps, self.busy, calls.count, calls.last)
             try:
-                socket.send(encode(pulse))
+                socket.send(encode(self._pulse(settings.place.rank)))
                 if socket.poll(int(1000 * PULSE_SECONDS)):
                     while socket.poll(0):
                         socket.recv()
@@ -164,18 +170,18 @@ class Server:
 
     def _step(self, plan: StepPlan) -> None:
         heart = self._heart
-        heart.steps, heart.busy = heart.steps + 1, True
+        heart.begun += 1
         try:
             handle = self._worker.submit(plan)
             if self._landing is not None:
                 self._landing.take(plan.step, handle)
-            else:
-                self._results.landed(handle)
+                return
+            self._results.landed(handle)
         except Exception as error:  # of any kind: the core finds the guilty sequence
             self._results.raised(plan.step, error)
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
             self._worker.trim()
-        heart.busy = False
+        heart.ended += 1
 
     def _answer(self, message: Ask) -> Answer:
         rank = self._results.rank
@@ -194,7 +200,8 @@ class Landing:
     So the next plan can be launched while this step still runs.
     """
 
-    def __init__(self, context: Context, settings: RankSettings) -> None:
+    def __init__(self, context: Context, settings: RankSettings, heart: Heart) -> None:
+        self._heart = heart
         self._queue: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
         args = (context, settings)
         threading.Thread(target=self._land, args=args, name="landing", daemon=True).start()
@@ -211,3 +218,4 @@ class Landing:
                 results.landed(handle)
             except Exception as error:
                 results.raised(step, error)
+            self._heart.ended += 1

@@ -18,8 +18,8 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of x over the ranks, in place where there is more than one."""
     if axis.size == 1:
         return x
-    axis.calls.begin("all_reduce")
-    distributed.all_reduce(x, group=_group(axis))
+    with axis.calls.entered("all_reduce"):
+        distributed.all_reduce(x, group=_group(axis))
     return x
 
 
@@ -27,16 +27,16 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """x [S, n] of each rank -> [S, n * size], in the order of the ranks."""
     if axis.size == 1:
         return x
-    axis.calls.begin("all_gather")
     parts = [torch.empty_like(x) for _ in range(axis.size)]
-    distributed.all_gather(parts, x.contiguous(), group=_group(axis))
+    with axis.calls.entered("all_gather"):
+        distributed.all_gather(parts, x.contiguous(), group=_group(axis))
     return torch.cat(parts, dim=-1)
 
 
 def receive(x: Tensor, axis: Axis) -> Tensor:
     """Fills x [T, H] with what the rank before this one has sent."""
-    axis.calls.begin("receive")
-    _group(axis).recv([x], axis.rank - 1, 0).wait()
+    with axis.calls.entered("receive"):
+        _group(axis).recv([x], axis.rank - 1, 0).wait()
     return x
 
 
@@ -55,10 +55,10 @@ class Sender:
     def send(self, x: Tensor) -> None:
         """Sends x [T, H], which must not be changed afterwards."""
         axis = self._axis
-        axis.calls.begin("send")
-        while len(self._sent) >= axis.size:
-            self._sent.popleft()[0].wait()
-        work = _group(axis).send([x], axis.rank + 1, 0)
+        with axis.calls.entered("send"):
+            while len(self._sent) >= axis.size:
+                self._sent.popleft()[0].wait()
+            work = _group(axis).send([x], axis.rank + 1, 0)
         self._sent.append((work, x))
 
 

@@ -6,22 +6,28 @@ communication, which is in `collectives.py`, or how ranks find each other (`worl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
 class Calls:
     """How many collectives a rank has begun, and which the last one was; other threads read it."""
 
-    __slots__ = ("count", "last")
+    __slots__ = ("count", "inside", "last")
 
     def __init__(self) -> None:
         self.count = 0
         self.last = ""
+        self.inside = False  # the host waits in the last one
 
-    def begin(self, name: str) -> None:
-        """Notes that a collective is about to be entered."""
+    @contextmanager
+    def entered(self, name: str) -> Iterator[None]:
+        """Around a collective, as the host sees it."""
         self.count += 1
-        self.last = name
+        self.last, self.inside = name, True
+        yield
+        self.inside = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,11 +43,11 @@ class World:
         """The smallest of all ranks' values; all ranks must ask."""
         if self.everybody is None:
             return value
-        self.calls.begin("agree")
         found = torch.tensor([value], dtype=torch.int64)
         options = distributed.AllreduceOptions()
         options.reduceOp = distributed.ReduceOp.MIN  # type: ignore[assignment]
-        self.everybody.allreduce([found], options).wait()
+        with self.calls.entered("agree"):
+            self.everybody.allreduce([found], options).wait()
         return int(found)
 
 

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from octavo.config import ParallelConfig, WorkerConfig
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, EngineDead
-from octavo.executor.remote import Patience, RemoteExecutor
+from octavo.executor.records import Pulse
+from octavo.executor.remote import Patience, RemoteExecutor, moved
 from octavo.executor.spawn import PROGRAM, LocalCrew
 from octavo.types import AddRequest, StepPlan, TokenParams
 from octavo.worker.runner import StepHandle
@@ -198,6 +200,31 @@ def test_ports_between_machines_are_bound_to_one_interface_and_encrypted(tiny: P
         assert len(tokens_of(news)["a"]) == 4
         rogue.close()
         context.term()
+
+
+def test_a_long_computation_is_not_a_hang(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = Worker.submit
+
+    def slow(self: Worker, plan: StepPlan) -> StepHandle:
+        end = time.process_time() + (1.5 if plan.step == 2 else 0.0)
+        while time.process_time() < end:
+            sum(range(1000))
+        return submit(self, plan)
+
+    monkeypatch.setattr(Worker, "submit", slow)
+    with thread_ranks(spread(tiny, 1, 2), patience=Patience(stuck=0.5)) as (executor, info):
+        news = run_all(make_core(executor, info), [request("a", count=6)])
+    assert len(tokens_of(news)["a"]) == 6
+
+
+def test_movement_is_told_from_waiting() -> None:
+    pulse = Pulse(0, 5, True, 40, "all_reduce", 3.0)
+    assert moved(pulse, replace(pulse, calls=41))
+    assert moved(pulse, replace(pulse, steps=6))
+    assert moved(pulse, replace(pulse, worked=3.4))
+    assert not moved(pulse, pulse)
+    assert not moved(pulse, replace(pulse, worked=0.0))  # it has entered a collective
+    assert not moved(replace(pulse, worked=0.0), replace(pulse, worked=0.0))
 
 
 def test_a_slow_start_is_not_a_hang(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

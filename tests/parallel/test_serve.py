@@ -15,7 +15,7 @@ from tests.e2e.test_serve import Stream
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 SMALL = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "256M", "--dtype", "float32")
-STAGES = ("--pipeline-parallel-size", "2", *SMALL)
+STAGES = ("--pipeline-parallel-size", "2", "--max-num-batched-tokens", "64", *SMALL)
 BODY = {"prompt": "The river", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
@@ -39,7 +39,19 @@ def answer(server: RunningServer) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
-@pytest.mark.parametrize("when", ["idle", "decode"])
+class LongStream(Stream):
+    """One whose prompt takes many steps."""
+
+    def __init__(self, server: RunningServer, tokens: int) -> None:
+        self.words = " river" * 900
+        super().__init__(server, tokens)
+
+    def run(self) -> None:
+        self._body["prompt"] = self.words
+        super().run()
+
+
+@pytest.mark.parametrize("when", ["idle", "prefill", "decode"])
 def test_a_killed_worker(
     when: str, smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +66,9 @@ def test_a_killed_worker(
         if when == "decode":
             streams = [Stream(server, 900) for _ in range(3)]
             wait_for(lambda: server.gauge("vllm:num_requests_running") == 3, server, 20)
+        if when == "prefill":
+            streams = [LongStream(server, 20) for _ in range(3)]
+            wait_for(lambda: server.gauge("vllm:num_requests_running") >= 1, server, 20)
         os.kill(pids[1], signal.SIGKILL)
         assert wait_for(lambda: server.get("/health/ready").status_code == 503, server, 5) < 2
         for stream in streams:

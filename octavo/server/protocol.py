@@ -2,7 +2,8 @@
 
 Request line over the limit: 414. Headers over the limit in bytes or number: 431. A head that is
 not complete in time, or a body that stops coming: 408. Not exactly one Host, or what the parser
-cannot read: 400. Each closes the connection. An upgrade that is offered (h2c, which some clients
+cannot read: 400. Each closes the connection, once the requests sent before have their answers. An
+upgrade that is offered (h2c, which some clients
 always offer) is not taken, and the request answered as if it were not there (RFC 9110 7.8). Also
 lends each request a way to drop its connection with all that is still buffered, for readers that
 do not read. Not for: bodies' size (`body.py`).
@@ -81,6 +82,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._status = 400  # of a refusal
         self._reason = ""
+        self._owed: tuple[int, str] | None = None  # a refusal that waits for answers before it
+        self._in_body = False  # of the request that `cycle` answers
         self._replaying = False  # a head is parsed a second time
         self._timer: asyncio.TimerHandle | None = None
 
@@ -93,6 +96,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._owed is not None:
+            return  # nothing after the refused request is read
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -160,6 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._wait(self._limits.idle_timeout)
         super().on_headers_complete()
+        self._in_body = True
         cycle = self.cycle
         if cycle is not None and cycle.scope is self.scope:
             self.scope["state"][PIECES_KEY] = Pieces(cycle)
@@ -167,29 +173,48 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # the parser has not looked for a body; see `_decline`
+        self._in_body = False
         self._stop_waiting()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        was_last = not self.pipeline
+        super().on_response_complete()
+        if was_last and self._owed is not None and not self.transport.is_closing():
+            self._tell(*self._owed)
+            self.transport.close()
 
     def _stop_parser(self, status: int, reason: str = "") -> None:
         self._status, self._reason = status, reason
         raise _Refused
 
     def _refuse(self, status: int, reason: str = "") -> None:
-        """Answer in the API's own form, if it is this request's turn, and close."""
-        cycle = self.cycle  # of the request before, while a head is read
-        if cycle is None or (
-            cycle.response_complete if self._in_head else not cycle.response_started
-        ):
-            kind = "BadRequestError"
-            told = error_body(reason or _TEXTS[status], kind=kind, status=status)
-            body = msgspec.json.encode(told)
-            self.transport.write(
-                STATUS_LINE[status]
-                + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
-                + b"%d\r\n\r\n" % len(body)
-                + body
-            )
+        """Answer in the API's own form and close, when the requests before have their answers."""
+        cycle, in_body = self.cycle, self._in_body
+        if in_body and self.pipeline:
+            self.pipeline.popleft()  # the refused request itself, which has not begun
+            self._owe(status, reason)
+            return
+        if not in_body and cycle is not None and not cycle.response_complete:
+            self._owe(status, reason)
+            return
+        if not in_body or not cycle.response_started:
+            self._tell(status, reason)
         self.transport.close()
+
+    def _owe(self, status: int, reason: str) -> None:
+        self._stop_waiting()
+        self._owed = status, reason
+
+    def _tell(self, status: int, reason: str) -> None:
+        told = error_body(reason or _TEXTS[status], kind="BadRequestError", status=status)
+        body = msgspec.json.encode(told)
+        self.transport.write(
+            STATUS_LINE[status]
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+            + b"%d\r\n\r\n" % len(body)
+            + body
+        )
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()

@@ -316,6 +316,34 @@ async def test_pipelined_requests_are_answered_in_turn() -> None:
         assert body.count(b'{"version":"0.1.0"}') == 2
 
 
+ASKED = b'{"prompt":"x","max_tokens":5}'
+WHOLE = POST + b"Content-Length: %d\r\n\r\n%b" % (len(ASKED), ASKED)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("behind", "status"),
+    [
+        (b"\x00\x01 nonsense\r\n\r\n", b"400"),
+        (b"GET /version HTTP/1.1\r\n\r\n", b"400"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+        (GET + b"X-A: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+        (GET, b"408"),
+    ],
+)
+async def test_what_is_refused_waits_for_the_answers_before_it(
+    behind: bytes, status: bytes, split: bool
+) -> None:
+    engine = FakeEngine(step_seconds=0.15)
+    async with served(engine, limits=QUICK) as address:
+        pieces = [WHOLE, WHOLE + behind] if split else [WHOLE + WHOLE + behind]
+        first, rest = await raw(address, *pieces)
+        assert first == 200
+        answers = rest.split(b"HTTP/1.1 ")
+        assert [one[:3] for one in answers[1:]] == [b"200", status]
+        assert [b'"completion_tokens":5' in one for one in answers] == [True, True, False]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_closed_socket_ends_the_request(streamed: bool) -> None:
     engine = FakeEngine(step_seconds=0.005)

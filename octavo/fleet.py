@@ -11,13 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +22,7 @@ import msgspec
 from octavo.engine.channel import Addresses
 from octavo.engine.process import FORGET
 from octavo.errors import EngineDead, OctavoError
+from octavo.folders import PrivateFolder
 from octavo.hub import (
     BEAT,
     CoreDied,
@@ -76,7 +74,7 @@ class Fleet:
         self._members = [Member(number + 1) for number in range(count)]
         self._left: list[Family] = []  # counts of processes that are gone
         self._core_error = ""
-        self._folder: Path | None = None  # while there is a server
+        self._folder: PrivateFolder | None = None  # while there is a server
         self._server: asyncio.Server | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._links: set[asyncio.Task[None]] = set()
@@ -88,7 +86,7 @@ class Fleet:
     def hub(self) -> str:
         """The socket at which the API processes report."""
         assert self._folder is not None, "open comes first"
-        return str(self._folder / "hub")
+        return str(self._folder.path / "hub")
 
     # What the supervisor tells
 
@@ -122,7 +120,7 @@ class Fleet:
 
     def open(self) -> None:
         """Makes the place where processes report; `stop` removes it."""
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
+        self._folder = PrivateFolder()
 
     async def start(self, settings: Sequence[bytes]) -> None:
         """Starts all processes, each with its settings, and returns at once."""
@@ -177,7 +175,7 @@ class Fleet:
         if self._server is not None:
             self._server.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
             self._folder = None
 
     async def _keep(self, member: Member, settings: bytes) -> None:

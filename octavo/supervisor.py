@@ -11,14 +11,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +25,7 @@ from octavo.core import GET_READY, CoreSettings
 from octavo.engine.channel import Addresses
 from octavo.engine.client import EngineClient
 from octavo.errors import CheckpointError, ConfigError, EngineDead, OctavoError
+from octavo.folders import PrivateFolder
 from octavo.types import Died, StepStats, WorkerInfo
 
 MAX_RESTARTS = 3
@@ -130,7 +128,7 @@ class Supervisor:
         self._client: EngineClient | None = None
         self._process: CoreProcess | None = None
         self._started = process  # and not used yet
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
         self._watch: asyncio.Task[None] | None = None
         self._restarts: list[float] = []
         self._telling: asyncio.Task[None] | None = None
@@ -213,7 +211,7 @@ class Supervisor:
             self._client.fail(EngineDead("the engine has been stopped"))
             self._client.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         self._folder = None
         if self._stopping:
             self._give_up(EngineDead("the engine has been stopped"))
@@ -223,9 +221,10 @@ class Supervisor:
             self.failure.set_result(error)
 
     async def _spawn(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))  # mode 0700
+        self._folder = PrivateFolder()
         others = self._others.count if self._others is not None else 0
-        addresses = [Addresses.in_folder(self._folder, number) for number in range(1 + others)]
+        folder = self._folder.path
+        addresses = [Addresses.in_folder(folder, number) for number in range(1 + others)]
         self._client = EngineClient(addresses[0], self._on_stats, self._kill_process)
         if self._others is not None:
             self._others.core_started(addresses[1:])

@@ -16,6 +16,7 @@ from octavo.obs.metrics import Metrics
 from octavo.obs.stats import RequestTimes
 
 ENOUGH_ENDS = 8  # sequences; with fewer the tokens computed are a better measure
+ASSUMED_PACE = 20.0  # tokens a second of each running sequence, before any were computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class Rate:
         while self._ends and now - self._ends[0] > self.window:
             self._ends.popleft()
 
-    @property
-    def is_known(self) -> bool:
-        """True once enough sequences have ended to go by them."""
+    def is_known(self, now: float) -> bool:
+        """True if enough sequences have ended lately to go by them."""
+        self._forget(now)
         return len(self._ends) >= ENOUGH_ENDS
 
     def seconds_for(self, sequences: int, now: float) -> float:
@@ -114,12 +115,14 @@ class Door:
         """When so many waiting sequences will have left the queue, from what was measured.
 
         By the sequences that ended lately; before enough have, by the tokens that are computed a
-        second and those that the waiting ones may need.
+        second, or are taken to be, and those that the waiting ones may need.
         """
-        if self._rate.is_known:
+        if self._rate.is_known(now):
             return self._rate.seconds_for(waiting, now)
         each = self._asked / max(1, self.num_open)
-        return self._metrics.throughput.seconds_for(self._queued_tokens + waiting * each, now)
+        tokens = self._queued_tokens + waiting * each
+        assumed = ASSUMED_PACE * self._limits.max_running
+        return self._metrics.throughput.seconds_for(tokens, now, assumed)
 
     def enter(self, times: RequestTimes, prompt_tokens: int) -> None:
         """A sequence is in the queue."""

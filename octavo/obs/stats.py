@@ -29,12 +29,15 @@ class Throughput:
             counts.popleft()
         counts.append((now, tokens))
 
-    def seconds_for(self, tokens: float, now: float) -> float:
-        """How long that many take at the measured rate; between 1 and 60 seconds."""
+    def seconds_for(self, tokens: float, now: float, assumed: float) -> float:
+        """How long that many take at the measured rate; between 1 and 60 seconds.
+
+        Where nothing was computed lately the rate is `assumed`, in tokens a second.
+        """
         recent = [(since, count) for since, count in self._counts if now - since <= self.window]
-        if not recent:
-            return 1.0
-        per_second = sum(count for _, count in recent) / max(1.0, now - recent[0][0])
+        per_second = assumed
+        if recent:
+            per_second = sum(count for _, count in recent) / max(1.0, now - recent[0][0])
         return min(60.0, max(1.0, tokens / max(per_second, 1e-3)))
 
 

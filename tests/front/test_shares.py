@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo.admission import ENOUGH_ENDS
+from octavo.admission import ASSUMED_PACE, ENOUGH_ENDS
 from octavo.errors import Overloaded
 from octavo.launch import Launch, _weights, keys_in
 from octavo.obs.stats import Throughput
@@ -117,21 +117,33 @@ async def test_before_anything_has_ended_the_tokens_say_how_long_it_takes() -> N
     assert refused.value.retry_after == 1.0  # twelve have ended within this second
 
 
+async def test_a_cold_engine_says_a_time_that_fits_what_waits() -> None:
+    engine = make(Source(), max_running=2, max_queued=2)
+    for _ in range(4):
+        ask(engine, max_tokens=100)
+    for _ in range(ENOUGH_ENDS):  # too long ago to go by
+        engine._door._rate.count(time.monotonic() - 100)
+    with pytest.raises(Overloaded) as refused:
+        engine.admit(1, 3)
+    assert refused.value.retry_after == pytest.approx((3 * 100 + 12) / (2 * ASSUMED_PACE))
+
+
 def test_throughput_is_measured_over_the_last_minute() -> None:
     rate = Throughput()
-    assert rate.seconds_for(1000, 5.0) == 1.0  # nothing is known
+    assert rate.seconds_for(1000, 5.0, 100.0) == 10.0  # nothing is known
     for tenth in range(10_000):
         rate.count(5, tenth / 10)
     assert len(rate._counts) <= 62
-    assert rate.seconds_for(500, 1000.0) == pytest.approx(10, rel=0.05)
-    assert rate.seconds_for(10**9, 1000.0) == 60.0
-    assert rate.seconds_for(500, 2000.0) == 1.0
+    assert rate.seconds_for(500, 1000.0, 1.0) == pytest.approx(10, rel=0.05)
+    assert rate.seconds_for(10**9, 1000.0, 1.0) == 60.0
+    assert rate.seconds_for(500, 2000.0, 100.0) == 5.0
 
 
 async def test_steps_are_counted_for_it() -> None:
     engine = make(Source())
     engine.metrics.step(StepStats(prompt_tokens=30, sampled_tokens=20))
-    assert engine.metrics.throughput.seconds_for(100, time.monotonic()) == pytest.approx(2, rel=0.1)
+    seconds = engine.metrics.throughput.seconds_for(100, time.monotonic(), 1.0)
+    assert seconds == pytest.approx(2, rel=0.1)
 
 
 async def test_what_the_core_tells_is_written_down() -> None:

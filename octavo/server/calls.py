@@ -65,7 +65,8 @@ def read_choice(plan: Plan, choice: Choice) -> tuple[list[Event], str | None, in
 
 
 def _message_body(plan: Plan, role: str, events: list[Event]) -> dict[str, Any]:
-    """The message that events make. Content is null if there is something else in its place."""
+    """The message that events make. Content is null if something else stands, or was to stand,
+    in its place."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     thought = "".join(event.text for event in events if isinstance(event, Reasoning))
     calls: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ def _message_body(plan: Plan, role: str, events: list[Event]) -> dict[str, Any]:
             calls[event.index]["function"]["arguments"] += event.text
     made: dict[str, Any] = {
         "role": role,
-        "content": content or (None if calls or thought else ""),
+        "content": content or (None if calls or thought or plan.choice.forced else ""),
         "refusal": None,
     }
     if plan.reasoning is not None and plan.include_reasoning:

@@ -100,7 +100,7 @@ def resumable(handler: Handler) -> Handler:
 
     @wraps(handler)
     async def answer(request: Request) -> Response:
-        return await (resume(request) if LAST in request.headers else handler(request))
+        return await (resume(request) if request.headers.get(LAST) else handler(request))
 
     return answer
 

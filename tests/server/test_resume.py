@@ -265,6 +265,10 @@ async def test_unknown_expired_and_foreign_streams() -> None:
     assert other.status == 404, "an id that was used again is another stream"
     beyond = await rest(app, f"{last.rpartition(':')[0]}:999", **crow)
     assert (beyond.status, beyond.error["param"]) == (400, "Last-Event-ID")
+    again = await call(
+        app, "POST", "/v1/completions", {"prompt": "x"}, headers={**crow, "Last-Event-ID": ""}
+    )
+    assert again.status == 200, "no event was named"
     for wrong in ("x", "a:b", "a:b:c", "other:aaaaaa:1"):
         id = last.split(":")[0]
         reply = await call(

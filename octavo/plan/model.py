@@ -17,8 +17,8 @@ from octavo.attention.base import AttentionBackend
 from octavo.attention.mla_sdpa import LatentSdpaAttention
 from octavo.attention.sdpa import SdpaAttention
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from octavo.checkpoint.hub import HUB_ID
 from octavo.config import WorkerConfig
-from octavo.errors import CheckpointError
 from octavo.kernels.ops import Ops
 from octavo.kernels.reference import reference_ops
 from octavo.layers.build import Build
@@ -37,6 +37,7 @@ from octavo.quant.none import Unquantized
 from octavo.worker.assemble import Choices, build, cache_format, choose, plain_format, scheme_of
 
 GPU_BLOCK = 64
+TABLE_ROWS = 16  # of rotary tables, which are made on the host; `expect` counts them by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +52,23 @@ class Counts:
 def open_for_plan(args: EngineArgs) -> tuple[Checkpoint, str]:
     """The checkpoint of which headers alone are read, and a note on where its sizes are from.
 
-    A folder may hold nothing but config.json. Raises CheckpointError.
+    A folder may hold nothing but config.json, and of a hub model no more is fetched. Raises
+    CheckpointError.
     """
     path = Path(args.model).expanduser()
+    if args.model in SHAPES and not path.exists():
+        shape = _by_shape(args.model, dict(SHAPES[args.model]))
+        return shape, "sizes: as published; name a folder to read its config.json instead"
     bare = path.is_dir() and not any(path.glob("*.safetensors"))
-    load_format = "dummy" if bare or args.load_format == "dummy" else args.load_format
-    try:
-        checkpoint = open_checkpoint(
-            args.model,
-            revision=args.revision,
-            download_dir=Path(args.download_dir) if args.download_dir else None,
-            cache_dir=cache_dir(args),
-            load_format=load_format,
-        )
-    except CheckpointError:
-        shape = SHAPES.get(args.model)
-        if shape is None:
-            raise
-        return _by_shape(
-            args.model, dict(shape)
-        ), "sizes: as published; its config.json is not here"
+    of_hub = HUB_ID.fullmatch(args.model) is not None and not path.exists()
+    headers_there = not bare and not of_hub and args.load_format != "dummy"
+    checkpoint = open_checkpoint(
+        args.model,
+        revision=args.revision,
+        download_dir=Path(args.download_dir) if args.download_dir else None,
+        cache_dir=cache_dir(args),
+        load_format=args.load_format if headers_there else "dummy",  # which fetches no weights
+    )
     where = "headers of the weights" if checkpoint.tensors else "config.json alone"
     return checkpoint, f"sizes: {checkpoint.path}, {where}"
 
@@ -135,6 +133,7 @@ def _never(_: object) -> NoReturn:
 def stages(config: WorkerConfig, choices: Choices, checkpoint: Checkpoint) -> Iterator[Decoder]:
     """The decoder of each stage, without weights; of its first rank, which holds the most."""
     parallel = config.parallel
+    config = replace(config, max_model_len=TABLE_ROWS)
     for stage in range(parallel.pipeline):
         mesh = Mesh(Axis(0, parallel.tensor), Axis(stage, parallel.pipeline))
         yield build(config, choices, "meta", checkpoint, mesh)

@@ -1,7 +1,7 @@
 """Sizes of a few models as their makers published them, for plans without their config.json.
 
-The keys are those of config.json. A folder or a cached hub model is always read instead. Not for:
-models of other names, whose config.json is needed.
+The keys are those of config.json. They stand for these names alone: a folder is always read. Not
+for: models of other names, whose config.json is needed.
 """
 
 from __future__ import annotations

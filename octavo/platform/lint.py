@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.platform import rules_cluster, rules_commands, rules_metrics, schema
+from octavo.platform import rules_cluster, rules_commands, rules_docker, rules_metrics, schema
 from octavo.platform.findings import Finding, Rule
 from octavo.platform.sources import read_sources
 
@@ -31,6 +31,7 @@ def lint(paths: list[Path], options: LintOptions | None = None) -> list[Finding]
     rules: tuple[Rule, ...] = (
         *rules_cluster.RULES,
         *rules_commands.RULES,
+        *rules_docker.RULES,
         *rules_metrics.rules_for(types),
         *schema.rules_for(options.crds),
     )

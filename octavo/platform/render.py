@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.platform.chart import chart, live_values, marked
 from octavo.platform.gateway_objects import gateway
 from octavo.platform.lint import LintOptions, lint
 from octavo.platform.manifests import (
@@ -42,6 +43,16 @@ class Rendered:
 def render(spec: Spec) -> Rendered:
     """Everything, as texts. Raises ConfigError if the model does not fit."""
     sizes = sizes_of(spec)
+    files = manifests(spec, sizes)
+    live = live_values(spec)
+    files |= chart(spec, manifests(marked(spec, live), sizes), live)
+    files["dashboards/octavo.json"] = json.dumps(dashboard(spec), indent=2) + "\n"
+    files["NOTES.txt"] = notes(spec, sizes)
+    return Rendered(files, sizes)
+
+
+def manifests(spec: Spec, sizes: Sizes) -> dict[str, str]:
+    """The objects, by file."""
     folders = {
         "00-namespace.yaml": namespace(spec),
         "10-settings.yaml": settings(spec),
@@ -52,14 +63,11 @@ def render(spec: Spec) -> Rendered:
         "50-scaling.yaml": scaling(spec),
         "60-monitoring.yaml": monitors(spec),
     }
-    files = {
+    return {
         name: "---\n".join(as_yaml(one) for one in objects)
         for name, objects in folders.items()
         if objects
     }
-    files["dashboards/octavo.json"] = json.dumps(dashboard(spec), indent=2) + "\n"
-    files["NOTES.txt"] = notes(spec, sizes)
-    return Rendered(files, sizes)
 
 
 def notes(spec: Spec, sizes: Sizes) -> str:
@@ -90,7 +98,7 @@ def notes(spec: Spec, sizes: Sizes) -> str:
         f"  {make} {secrets.engine} --from-literal=key=$(openssl rand -hex 24)",
         f"  {make} {secrets.gateway} --from-literal=key=sk-$(openssl rand -hex 24)",
         f"  {make} {secrets.hub} --from-literal=token=$HF_TOKEN",
-        "  kubectl apply -f .",
+        "  kubectl apply -f .          (or: helm install NAME chart/ -n " + space + ")",
         "",
         f"The start may take {sizes.startup_failures * 10} s before a pod is given up; a drain "
         f"{spec.drain.seconds} s.",

@@ -145,6 +145,7 @@ def gpu_count(sources: Sources) -> Iterator[Finding]:
     """GPUs that are reserved are TP x PP x replicas."""
     settings = sources.settings
     size = _whole(settings, "tensor_parallel_size") * _whole(settings, "pipeline_parallel_size")
+    size *= _whole(settings, "data_parallel_size")
     for document in ray_objects(sources):
         pods = [pod for pod in pods_of(document) if pod.gpus]
         reserved = sum(pod.gpus * pod.copies for pod in pods)

@@ -69,6 +69,7 @@ def _planned(spec: Spec) -> tuple[int, str]:
         require_fit(question, plan)
     on_a_node = min(spec.gpu.per_node, spec.gpus) if spec.gpus else 1
     weights = max(rank.weights for rank in plan.ranks) * on_a_node
+    # A claim is shared by all nodes and holds the model once; each node reads its part.
     return weights, (
         f"planned: {weights / 1e9:.0f} GB of weights on a node, {plan.tokens:,} tokens of cache, "
         f"max_model_len up to {plan.longest:,}"

@@ -161,7 +161,8 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for file in sorted(path.rglob("*")):
-        if file.suffix in SUFFIXES and not set(IGNORED_FOLDERS) & set(file.parts):
+        known = file.suffix in SUFFIXES or file.name.endswith("Dockerfile")
+        if known and not set(IGNORED_FOLDERS) & set(file.parts):
             yield file
 
 
@@ -178,6 +179,8 @@ def _read(file: Path, found: Sources) -> None:
         _add_dashboard(found, name, text)
     elif file.suffix == ".toml":
         found.specs.append(file)
+    elif file.name.endswith("Dockerfile"):
+        return
     else:
         for first, block in _manifests_in(text):
             _add_yaml(found, name, block, first)

@@ -203,7 +203,8 @@ class Spec:
     @property
     def gpus(self) -> int:
         """Of one replica; 0 on CPUs."""
-        return self.tensor * self.pipeline if self.gpu.kind else 0
+        copies = int(self.engine.options.get("data_parallel_size", 1))
+        return self.tensor * self.pipeline * copies if self.gpu.kind else 0
 
     @property
     def nodes(self) -> int:

@@ -55,9 +55,11 @@ def cache_request(
 def expect(config: WorkerConfig, choices: Choices, decoder: Decoder, room: Room) -> Expected:
     """The forecast for a decoder that is built and has no weights yet, on a device with `room`."""
     weights = weight_bytes(decoder)
-    tables = decoder.rope.cos_sin.numel() * 4
+    asked = config.max_model_len or 0
+    longest = asked if 0 < asked < choices.spec.max_model_len else choices.spec.max_model_len
+    tables = longest * decoder.rope.cos_sin.shape[1] * 4
     if decoder.local_rope is not decoder.rope:
-        tables += decoder.local_rope.cos_sin.numel() * 4
+        tables *= 2
     step = step_bytes(config, choices) if room.own else 0
     request = cache_request(
         config, choices, room.after(weights), num_layers=len(decoder.layers), peak=step

@@ -153,3 +153,24 @@ def test_eight_bit_floats(device: torch.device, kind: str, count: int) -> None:
     found = gpu_quantized.linear(x, packed, None, torch.float32)
     # Activations of 8 bits, which the interpreter cuts where a GPU rounds.
     assert distance(found, exact) < (0.06 if device.type == "cuda" else 0.12)
+
+
+@pytest.mark.parametrize("processors", [16, 78, 132, 148])
+def test_cuts_fit_into_their_room(processors: int) -> None:
+    """Whatever the shape: programs that share a tile have a place for what they find."""
+    for outputs in (64, 4096, 6144, 28672, 38400, 57344, 151936, 262144):
+        for columns in (128, 576, 4096, 14336, 28672):
+            for count in (2, 16, 17, 33, 64):
+                cut = w4a16.rows_cut(count, outputs, columns, processors)
+                tiles = -(-outputs // cut.outputs)
+                assert cut.splits == 1 or (
+                    tiles <= w4a16.MOST_TILES
+                    and tiles * cut.splits * cut.rows * cut.outputs <= w4a16.MOST_CELLS
+                )
+            for blocked in (False, True):
+                few = fp8.fp8_cut(outputs, columns, processors, blocked=blocked)
+                tiles = -(-outputs // few.outputs)
+                assert few.splits == 1 or (
+                    tiles <= fp8.MOST_TILES
+                    and tiles * few.splits * fp8.FEW * few.outputs <= fp8.MOST_CELLS
+                )

@@ -11,6 +11,7 @@ import pytest
 from octavo.cli.main import main
 from octavo.errors import ConfigError
 from octavo.platform.lint import LintOptions, lint
+from octavo.platform.spec import LITELLM_VERSION, RAY_VERSION
 
 RUNBOOK = Path(__file__).parent / "data" / "first_runbook.md"
 NINETEEN = (
@@ -191,3 +192,34 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"rule", "file", "line", "problem", "remedy", "level"} == set(
         json.loads(capsys.readouterr().out)[0]
     )
+
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_what_is_shipped_has_no_flaws() -> None:
+    assert [str(one) for one in lint([DEPLOY]) if one.level == "error"] == []
+    assert len(list(DEPLOY.rglob("*Dockerfile"))) == 3
+
+
+def test_images_have_the_versions_that_specs_have() -> None:
+    cuda = (DEPLOY / "docker" / "cuda.Dockerfile").read_text()
+    gateway = (DEPLOY / "docker" / "gateway.Dockerfile").read_text()
+    assert f"ARG RAY={RAY_VERSION}\n" in cuda
+    assert f"ARG LITELLM={LITELLM_VERSION}\n" in gateway
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("FROM python\nUSER 1\n", "python is another image tomorrow"),
+        ("ARG V=latest\nFROM python:${V}\nUSER 1\n", "python:latest is another image"),
+        ("FROM python:3.12\n", "run as root"),
+        ("FROM a:1 AS b\nUSER 1\nFROM a:1\nCOPY --from=b / /\n", "run as root"),
+        ("FROM a:1\nRUN apt-get install -y g++\nUSER 1\n", "leaves its lists"),
+    ],
+)
+def test_dockerfiles(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "Dockerfile"
+    file.write_text(text)
+    assert [one.problem for one in lint([tmp_path]) if says in one.problem]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def rendered(path: Path, text: str) -> Rendered:
 def objects(made: Rendered, kind: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name, text in made.files.items():
-        if name.endswith(".yaml"):
+        if name.endswith(".yaml") and not name.startswith("chart/"):
             found += [one for one in yaml.safe_load_all(text) if one["kind"] == kind]
     return found
 
@@ -223,3 +224,28 @@ def test_shapes_that_no_cluster_has(tmp_path: Path) -> None:
             says = "a Deployment's pod is on one"
         with pytest.raises(ConfigError, match=says):
             read_spec_file(spec_at(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["brief", "keda", "three pods"])
+def test_the_chart_with_its_values_is_the_manifests(name: str, tmp_path: Path) -> None:
+    made = rendered(tmp_path, MODES[name])
+    values = yaml.safe_load(made.files["chart/values.yaml"])
+
+    def value(match: re.Match[str]) -> str:
+        part, key = match.group(1).split(".")
+        return str(values[part][key])
+
+    names = [name for name in made.files if name[:1].isdigit() and not name.startswith("00-")]
+    assert names
+    changeable = 0
+    for name in names:
+        text = made.files[f"chart/templates/{name}"]
+        text = text.removeprefix('{{- include "octavo.check" . -}}\n')
+        text, count = re.subn(r"\{\{ \.Values\.([\w.]+) \}\}", value, text)
+        changeable += count
+        plain = text.replace('{{ "{{" }}', "{{")
+        assert list(yaml.safe_load_all(plain)) == list(yaml.safe_load_all(made.files[name]))
+    assert changeable > 10
+    checks = made.files["chart/templates/_check.tpl"]
+    assert "if ne (toJson .Values.engine.mode)" in checks
+    assert ".Values.engine.cpu" not in checks

@@ -7,8 +7,8 @@
 //
 // Packed weights begin with a line that says how they are packed. 8 bits: panels as in gemm.h with
 // four values along K a step, stored plus 128; then a scale for each column, f32. 4 bits: a step is
-// 64 bytes, columns 0 to 15 in the low halves; a panel ends with the groups' scales [groups][32] and
-// zero points, f16. Next file: products.h.
+// 64 bytes, columns 0 to 15 in the low halves; behind the steps of a group stand its columns' scales
+// and zero points, f16. Next file: products.h.
 #pragma once
 
 #include "gemm.h"
@@ -100,13 +100,13 @@ static void pack_int4(const uint8_t* codes, const float* scales, const float* ze
   for (int row = 0; row < rows; ++row) {
     uint8_t* out = (uint8_t*)w.panel(row / kPanel);
     const int column = row % kPanel, at = column % 16 * 4, shift = column / 16 * 4;
-    for (int k = 0; k < columns; ++k) {
-      out[k / 4 * 64 + at + k % 4] |= codes[(long)row * columns + k] << shift;
-    }
-    uint16_t* tail = (uint16_t*)(out + (long)w.steps * 64);
     for (int g = 0; g < groups; ++g) {
-      tail[g * kPanel + column] = to_half(scales[(long)row * groups + g]);
-      tail[(groups + g) * kPanel + column] = to_half(zeros[(long)row * groups + g]);
+      const uint8_t* from = codes + (long)row * columns + g * group;
+      for (int k = 0; k < group; ++k) out[k / 4 * 64 + at + k % 4] |= from[k] << shift;
+      out += group / 4 * 64;
+      ((uint16_t*)out)[column] = to_half(scales[(long)row * groups + g]);
+      ((uint16_t*)out)[kPanel + column] = to_half(zeros[(long)row * groups + g]);
+      out += 4 * kPanel;
     }
   }
 }
@@ -199,39 +199,6 @@ static __attribute__((noinline)) void tile_int8(const int8_t* x, long stride, co
   }
 }
 
-// The same with halves of bytes.
-template <int R>
-static __attribute__((noinline)) void tile_int4(const int8_t* x, long stride, const char* panel,
-                                                int steps, int32_t* sums, const char* next) {
-  const __m512i low = _mm512_set1_epi8(15);
-  __m512i sum[R][2];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
-#pragma GCC unroll 2
-  for (int s = 0; s < steps; ++s) {
-    const __m512i both = _mm512_loadu_si512(panel);
-    const __m512i b0 = _mm512_and_si512(both, low);
-    const __m512i b1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-    _mm_prefetch(next, _MM_HINT_T0);
-    panel += 64;
-    next += 64;
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, x + r * stride, 4);
-      const __m512i a = _mm512_set1_epi32(four);
-      sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], b0, a);
-      sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], b1, a);
-    }
-    x += 4;
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    _mm512_storeu_si512(sums + r * kPanel, sum[r][0]);
-    _mm512_storeu_si512(sums + r * kPanel + 16, sum[r][1]);
-  }
-}
-
 // What stands behind a row's values.
 struct RowTail {
   const char* scales;
@@ -282,40 +249,80 @@ static void tiles_int8(const int8_t* x, long stride, const Matrix& w, int index,
   }
 }
 
+// A few rows x one panel of 4 bits: groups are short, so their sums stay in registers.
+template <int R>
+static __attribute__((noinline)) void tile_int4(const int8_t* x, long stride, const Matrix& w,
+                                                const char* panel, float* sums, int sums_stride,
+                                                const char* next) {
+  const __m512i low = _mm512_set1_epi8(15);
+  const RowTail tail(x, w);
+  const int steps = w.group / 4, groups = w.columns / w.group, a_group = w.group / kSummed;
+  V16 out[R][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; ++g) {
+    __m512i sum[R][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int s = 0; s < steps; ++s) {
+      const __m512i both = _mm512_loadu_si512(panel);
+      const __m512i b0 = _mm512_and_si512(both, low);
+      const __m512i b1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      _mm_prefetch(next, _MM_HINT_T0);
+      panel += 64;
+      next += 64;
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, x + r * stride, 4);
+        const __m512i a = _mm512_set1_epi32(four);
+        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], b0, a);
+        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], b1, a);
+      }
+      x += 4;
+    }
+    V16 column[2], zero[2];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      column[h] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(panel + h * 32)));
+      zero[h] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(panel + 64 + h * 32)));
+      _mm_prefetch(next + h * 64, _MM_HINT_T0);
+    }
+    panel += 4 * kPanel;
+    next += 4 * kPanel;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float total = RowTail::at(tail.sums, r * stride, g * a_group);
+      for (int i = 1; i < a_group; ++i) total += RowTail::at(tail.sums, r * stride, g * a_group + i);
+      const V16 by = _mm512_set1_ps(RowTail::at(tail.scales, r * stride, g * w.group / kScaled));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const V16 exact =
+            _mm512_fnmadd_ps(zero[h], _mm512_set1_ps(total), _mm512_cvtepi32_ps(sum[r][h]));
+        out[r][h] = _mm512_fmadd_ps(exact, _mm512_mul_ps(column[h], by), out[r][h]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    _mm512_storeu_ps(sums + r * sums_stride, out[r][0]);
+    _mm512_storeu_ps(sums + r * sums_stride + 16, out[r][1]);
+  }
+}
+
 template <int R>
 static void tiles_int4(const int8_t* x, long stride, const Matrix& w, int index, float* sums,
                        int sums_stride, const char* next) {
-  alignas(64) int32_t group[R * kPanel];
-  const RowTail tail(x, w);
-  const int steps = w.group / 4, groups = w.columns / w.group, a_group = w.group / kSummed;
   const char* panel = w.panel(index);
-  const char* scales = panel + (long)w.steps * 64;
-  for (int g = 0; g < groups; ++g) {
-    tile_int4<R>(x + g * w.group, stride, panel + (long)g * steps * 64, steps, group,
-                 next + (long)g * steps * 64);
-    float scale[R], sum[R];
-    for (int r = 0; r < R; ++r) {
-      scale[r] = RowTail::at(tail.scales, r * stride, g * w.group / kScaled);
-      sum[r] = 0;
-      for (int i = 0; i < a_group; ++i) {
-        sum[r] += RowTail::at(tail.sums, r * stride, g * a_group + i);
-      }
-    }
-    for (int c = 0; c < kPanel; c += 16) {
-      const char* at = scales + ((long)g * kPanel + c) * 2;
-      const V16 column = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
-      const V16 zero = _mm512_cvtph_ps(
-          _mm256_loadu_si256((const __m256i*)(at + (long)groups * kPanel * 2)));
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const V16 product = _mm512_cvtepi32_ps(_mm512_load_si512(group + r * kPanel + c));
-        const V16 exact = _mm512_fnmadd_ps(zero, _mm512_set1_ps(sum[r]), product);
-        const V16 by = _mm512_mul_ps(column, _mm512_set1_ps(scale[r]));
-        float* to = sums + r * sums_stride + c;
-        const V16 old = g ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(exact, by, old));
-      }
-    }
+  constexpr int last = R % 4;
+  for (int r = 0; r + 4 <= R; r += 4) {
+    tile_int4<4>(x + r * stride, stride, w, panel, sums + r * sums_stride, sums_stride, next);
+    next = panel;  // what was fetched once is near
+  }
+  if constexpr (last != 0) {
+    constexpr int r = R - last;
+    tile_int4<last>(x + r * stride, stride, w, panel, sums + r * sums_stride, sums_stride, next);
   }
 }
 #endif

@@ -285,12 +285,13 @@ def fp8_rows(
 def fp8_cut(rows: int, columns: int, processors: int, *, blocked: bool) -> Fp8Cut:
     """A good cut on an H200."""
     tiles = divide_up(rows, 64)
+    room = MOST_CELLS // (tiles * FEW * 64)
     if blocked:
-        splits = max(1, min(divide_up(4 * processors, tiles), columns // (4 * BLOCK), 8))
+        splits = max(1, min(divide_up(4 * processors, tiles), columns // (4 * BLOCK), 8, room))
         return Fp8Cut(64, BLOCK, splits, 4, 5)
     if tiles <= processors:  # one program a processor, with much under way
         return Fp8Cut(64, 512, 1, 4, 4)
-    return Fp8Cut(64, 256, 2, 4, 3)
+    return Fp8Cut(64, 256, max(1, min(2, room)), 4, 3)
 
 
 @lru_cache(maxsize=16)

@@ -552,7 +552,9 @@ def rows_cut(count: int, outputs: int, columns: int, processors: int) -> RowsCut
     """A good cut on an H200: about three programs a processor."""
     rows = 16 if count <= 16 else 32 if count <= 32 else 64
     tiles = divide_up(outputs, OUTPUTS) * divide_up(count, rows)
-    splits = max(1, min(divide_up(3 * processors, tiles), columns // (8 * WIDE_WORDS * 8), 8))
+    room = MOST_CELLS // (tiles * rows * OUTPUTS)
+    wanted = divide_up(3 * processors, tiles)
+    splits = max(1, min(wanted, room, columns // (8 * WIDE_WORDS * 8), 8))
     long = count > 32 and columns > outputs
     return RowsCut(rows, OUTPUTS, splits, 8 if long else 4, 3)
 

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+
+import uvicorn
 
 from octavo.errors import ConfigError
+from octavo.platform.route import Application, Backend
 
 EPILOG = """
 example:
   octavo route --backend http://127.0.0.1:8001 --backend http://127.0.0.1:8002 --port 4100
 """
+
+
+class _Server(uvicorn.Server):
+    """Ends with 0 after a signal, instead of sending it to itself again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        yield
+
+    def _end(self) -> None:
+        self.should_exit = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal ends it."""
-    import uvicorn
-
-    from octavo.platform.route import Application, Backend
-
-    backends = [Backend(*_parsed(text)) for text in args.backend]
-    app = Application(backends).app
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", access_log=False)
-    return 0
+    """Serves until a signal ends it, and what runs has ended."""
+    app = Application([Backend(*_parsed(text)) for text in args.backend]).app
+    config = uvicorn.Config(
+        app, host=args.host, port=args.port, log_level="warning", access_log=False
+    )
+    server = _Server(config)
+    asyncio.run(server.serve())
+    return 0 if server.started else 1
 
 
 def _parsed(text: str) -> tuple[str, float]:

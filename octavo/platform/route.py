@@ -42,6 +42,7 @@ class Backend:
     load: int = 0  # requests that it serves, of all clients
     sent: int = 0  # of ours that have not ended
     told: int = 0  # of ours when `load` was told
+    taken: int = 0  # of ours in all, by which equals take turns
 
     @property
     def work(self) -> float:
@@ -59,7 +60,7 @@ class Router:
     def order(self, beginning: bytes) -> list[Backend]:
         """The engines to try: the one that knows the beginning if it is not much busier, then by
         load. Those that are not ready come last, in case they are again."""
-        ranked = sorted(self.backends, key=lambda one: (not one.ready, one.work))
+        ranked = sorted(self.backends, key=lambda one: (not one.ready, one.work, one.taken))
         known = self.seen.get(beginning)
         if known is not None and known.ready and known.work <= ranked[0].work + EXTRA:
             ranked.remove(known)
@@ -159,6 +160,7 @@ class Application:
                 await answer.aread()
                 refused.append(answer)
                 continue
+            backend.taken += 1
             if beginning:
                 self.router.remember(beginning, backend)
             return self._pass_on(answer, backend)

@@ -133,6 +133,13 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
         assert made.router.backends[0].sent == 0
 
 
+async def test_equals_take_turns() -> None:
+    async with pool("good", "good") as (client, engines, _):
+        for number in range(6):
+            await client.post("/v1/completions", content=body(f"{number}"))
+        assert [len(engine.asked) for engine in engines] == [3, 3]
+
+
 def test_the_busier_one_is_left_even_by_its_own_beginnings() -> None:
     busy, idle = Backend("a", ready=True), Backend("b", ready=True)
     chosen = Router([busy, idle])

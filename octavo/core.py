@@ -73,10 +73,10 @@ def _import_worker() -> None:
         import_worker()
 
 
-def _wake(device: str) -> None:
+def _wake(worker: WorkerConfig) -> None:
     from octavo.executor.local import wake_device
 
-    wake_device(device)
+    wake_device(worker.device, worker.cache_dir)
 
 
 def _executor(worker: WorkerConfig, report: Report, folder: Path | None) -> Executor:
@@ -127,9 +127,7 @@ def main() -> int:
         return 1  # the server could not open the model, and has said so
     settings = msgspec.json.decode(told, type=CoreSettings)
     if first == GET_READY:
-        threading.Thread(
-            target=_wake, args=(settings.worker.device,), name="wake", daemon=True
-        ).start()
+        threading.Thread(target=_wake, args=(settings.worker,), name="wake", daemon=True).start()
     try:
         return run(
             settings.addresses,

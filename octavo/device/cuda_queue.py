@@ -18,8 +18,8 @@ from torch import Tensor
 from octavo.device.base import Event
 from octavo.device.cuda import CudaDevice
 from octavo.device.cuda_ahead import Compilers, compile_ahead, name_versions
+from octavo.device.wake import has_kernels, kernels_folder
 
-TRITON_FOLDER = "triton"  # of compiled kernels, below the cache folder
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # where a GPU may be: no fork is in vain
 
 
@@ -51,9 +51,8 @@ class CudaQueue(CudaDevice):
     def __init__(self, index: int = 0, *, cache_dir: str | None = None) -> None:
         self._compilers: Compilers | None = None
         if cache_dir is not None:
-            folder = Path(cache_dir) / TRITON_FOLDER
-            triton.knobs.cache.dir = str(folder)
-            if not folder.is_dir() and any(driver.exists() for driver in DRIVERS):
+            triton.knobs.cache.dir = str(kernels_folder(cache_dir))
+            if not has_kernels(cache_dir) and any(driver.exists() for driver in DRIVERS):
                 self._compilers = Compilers()
         self._versions = threading.Thread(target=name_versions, name="versions", daemon=True)
         self._versions.start()

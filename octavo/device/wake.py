@@ -7,8 +7,19 @@ says. Next file: `cuda.py`.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 DRIVER = "libcuda.so.1"
+
+
+def kernels_folder(cache_dir: str) -> Path:
+    """Where compiled kernels are kept."""
+    return Path(cache_dir) / "triton"
+
+
+def has_kernels(cache_dir: str | None) -> bool:
+    """False if all kernels are still to be compiled."""
+    return cache_dir is None or kernels_folder(cache_dir).is_dir()
 
 
 def wake(index: int) -> bool:

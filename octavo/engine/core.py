@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.pace import Allowance, Pace
 from octavo.engine.scheduler import Scheduler
-from octavo.errors import EngineDead
+from octavo.errors import EngineDead, RequestFailed
 from octavo.executor.base import Preparing
 from octavo.types import PREPARE, AddRequest, StepOutputs, StepPlan, StepResult
 
@@ -64,6 +64,8 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Handle, float]] = deque()  # and since when
         self._last_landing = 0.0
         self._formless: list[AddRequest] = []  # their grammars are being compiled
+        # Texts of the last ones that were; workers keep more of them.
+        self._formed: deque[str] = deque(maxlen=16)
         self._allow = Allowance()
         self.allowance = 0.0  # seconds that what is in flight may take because of its size
         self._pace = Pace() if scheduler.config.lookahead else None
@@ -89,10 +91,16 @@ class EngineCore:
 
     def _has_form(self, request: AddRequest, seconds: float) -> bool:
         grammar = request.params.grammar
-        if grammar is None:
+        if grammar is None or grammar.text in self._formed:
             return True
-        reply = self._executor.control(PREPARE, text=grammar.text, seconds=str(seconds))
-        return reply.get("ready") != "false"
+        try:
+            reply = self._executor.control(PREPARE, text=grammar.text, seconds=str(seconds))
+        except RequestFailed:  # its step will fail, alone
+            return True
+        if reply.get("ready") == "false":
+            return False
+        self._formed.append(grammar.text)
+        return True
 
     def _queue_formed(self) -> None:
         """Queues those whose grammars have been compiled; waits a little if nothing else is due."""

@@ -38,6 +38,7 @@ from octavo.types import (
 HEARTBEAT_SECONDS = 0.5
 FORGET = "forget"  # a Control of the server: a client is gone, its sequences are to be ended
 STDERR = 2
+SELECTABLE = 1024  # numbers of files below it can be waited for by select(2)
 
 Report = Callable[[str], None]
 
@@ -62,10 +63,18 @@ class Inbox:
         """
         found = self._take()
         if not found and patience > 0:
-            # Not a poll, which would wait for whole milliseconds.
-            select.select(self._watched, (), (), patience)
+            self._wait(patience)
             found = self._take()
         return found
+
+    def _wait(self, patience: float) -> None:
+        if max(self._watched) < SELECTABLE:
+            select.select(self._watched, (), (), patience)
+            return
+        poll = select.poll()  # waits for whole milliseconds
+        for number in self._watched:
+            poll.register(number, select.POLLIN)
+        poll.poll(1000 * patience)
 
     def _take(self) -> list[tuple[int, ToCore]]:
         """All that is there: a socket tells once when it begins to hold something."""

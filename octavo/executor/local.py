@@ -28,12 +28,16 @@ def import_worker() -> None:
     import octavo.worker.worker  # noqa: F401
 
 
-def wake_device(device: str) -> None:
-    """Begins what takes a GPU's driver long; for a thread beside that which imports."""
-    from octavo.device.wake import wake
+def wake_device(device: str, cache_dir: str | None) -> None:
+    """Begins what takes a GPU's driver long; for a thread beside that which imports.
+
+    Not where kernels are still to be compiled: processes will be forked for that, before a GPU is
+    used.
+    """
+    from octavo.device.wake import has_kernels, wake
 
     name, _, index = device.partition(":")
-    if name == "cuda" and (index or "0").isdecimal():
+    if name == "cuda" and (index or "0").isdecimal() and has_kernels(cache_dir):
         wake(int(index or "0"))
 
 

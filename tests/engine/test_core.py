@@ -102,7 +102,11 @@ def test_a_form_that_is_being_compiled_holds_up_nobody(monkeypatch: pytest.Monke
     assert all(seconds == 0 for _, seconds in worker.asked), "others must not wait for it"
     worker.ready.add("heavy")
     assert bench.plan().num_rows == 3
+    asked = len(worker.asked)
+    again = bench.add([1, 2], 4, params={"grammar": formed.params.grammar})
+    assert len(worker.asked) == asked, "what has been compiled is not asked for again"
     bench.finish()
+    assert len(bench.ids(again)) > 0
     bench.check_alone(first, after)
     assert len(bench.ids(formed)) > 0
 

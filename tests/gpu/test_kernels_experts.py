@@ -143,9 +143,15 @@ def check_tiles(found: Sorted, chosen: Tensor, rows: int) -> None:
     assert covered == list(range(len(chosen)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("tokens", [1, 2, 9, 64, 200, 700, 2000])
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "number"),
+    [
+        *((torch.bfloat16, tokens, 0) for tokens in (1, 2, 64, 200, 700, 2000)),
+        *((torch.bfloat16, tokens, 2) for tokens in (1, 9, 64, 700, 2000)),
+        *((torch.float16, tokens, number) for tokens, number in ((1, 1), (30, 0), (64, 1))),
+        *((torch.float32, tokens, 0) for tokens in (1, 70)),
+    ],
+)
 def test_products(
     device: torch.device, seed: int, dtype: torch.dtype, tokens: int, number: int
 ) -> None:
@@ -155,7 +161,7 @@ def test_products(
     if device.type != "cuda":
         tokens = min(tokens, 20)
     count, top = source.choice([4, 9, 16]), source.choice([1, 2, 4])
-    hidden, size = source.choice([64, 200, 520]), source.choice([64, 96, 200])
+    hidden, size = source.choice([(64, 200), (520, 64), (200, 96)])
     gate_up = (torch.randn(count + number, 2 * size, hidden, device=device) / hidden**0.5).to(dtype)
     down = (torch.randn(count + number, hidden, size, device=device) / size**0.5).to(dtype)
     x = torch.randn(tokens, hidden, device=device).to(dtype)

@@ -66,10 +66,15 @@ def serve(
         ),
         executor,
     )
-    for request in requests:
+    # Half of them come one by one, each after a step has been laid out without it.
+    left = requests[len(requests) // 2 :]
+    for request in requests[: len(requests) // 2]:
         core.add(request)
     got = {request.id: Got() for request in requests}
-    while core.has_work():
+    while left or core.has_work():
+        prepared = core.prepare()
+        if left and (prepared or not core.has_work()):
+            core.add(left.pop())
         news = core.step()
         for output in news.outputs if news is not None else ():
             one = got[output.id]

@@ -12,7 +12,7 @@ from octavo.device import wake
 CODE = """
 import sys
 from octavo.executor.local import wake_device
-wake_device(sys.argv[1])
+wake_device(sys.argv[1], None)
 assert "torch" not in sys.modules, "torch takes longer than all that is gained"
 """
 

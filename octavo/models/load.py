@@ -185,6 +185,7 @@ def load_weights(
     `progress` gets (bytes read, bytes in all). Raises CheckpointError.
     """
     family = family_of(decoder.spec.architecture)
+    checkpoint = without_zero_biases(decoder, checkpoint)
     return load(
         decoder,
         checkpoint,
@@ -194,6 +195,28 @@ def load_weights(
         progress=progress,
         device=device,
     )
+
+
+def without_zero_biases(decoder: Decoder, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without biases of zeros that GPTQ's writer adds to every layer.
+
+    Biases that are not zero stay, and are an error where the model has no place for them.
+    """
+    if not any(name.endswith(".qweight") for name in checkpoint.tensors):
+        return checkpoint
+    names = parameter_names(family_of(decoder.spec.architecture).names)
+    used = {
+        names(f"{dotted}.{name}", part.name)
+        for dotted, layer in decoder.named_layers()
+        for name, spec in layer.param_specs().items()
+        for part in spec.parts
+    }
+    kept = {
+        name: entry
+        for name, entry in checkpoint.tensors.items()
+        if name in used or not name.endswith(".bias") or bool(read_tensor(entry).any())
+    }
+    return replace(checkpoint, tensors=kept)
 
 
 def _of_other_stages(decoder: Decoder, names: Names) -> Iterator[str]:

@@ -81,9 +81,12 @@ def kernel_rules(plan: Plan) -> list[tuple[str, str]]:
     hopper = gpu.capability[0] == 9
     eight_bits = need.cache_dtype.itemsize == 1
     fp8 = "no: the cache is FP8, it takes 16-bit caches alone; --kv-cache-dtype auto allows it"
+    sizes = (16, 32, 64, 128)
+    page = need.block_size not in sizes and f"no: pages of {need.block_size}; use 16, 32, 64 or 128"
     if need.latent:
         return [
-            ("mla_sdpa", "yes"),
+            ("mla_triton", _first(page)),
+            ("mla_sdpa", "yes, slowly"),
             ("triton", "no: it has no multi-head latent attention"),
             ("FlashAttention-3 for latents", _first(not hopper and _OLD, eight_bits and fp8)),
             (
@@ -96,8 +99,6 @@ def kernel_rules(plan: Plan) -> list[tuple[str, str]]:
                 ),
             ),
         ]
-    sizes = (16, 32, 64, 128)
-    page = need.block_size not in sizes and f"no: pages of {need.block_size}; use 16, 32, 64 or 128"
     head = need.head_dim % 16 and f"no: heads of {need.head_dim}, no multiple of 16"
     wide = need.head_dim > 256 and f"no: heads of {need.head_dim}, 256 at most"
     odd = need.head_dim not in (64, 128, 256) and f"no: heads of {need.head_dim}"

@@ -96,7 +96,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
         (["serve", "--hf-overrides", "{"], 2, "not JSON"),
         (["serve", "a", "--model", "b"], 1, "give one of them"),
-        (["serve", "--tensor-parallel-size", "8"], 1, "--tensor-parallel-size 8: this build"),
+        (["serve", "--tensor-parallel-size", "0"], 1, "--tensor-parallel-size 0"),
         (["serve", "--trust-remote-code"], 1, "--trust-remote-code: a checkpoint's own Python"),
         (["serve", "--no-enable-request-id-headers"], 1, "--no-enable-request-id-headers: "),
         (["serve", "--config", "gone.toml"], 1, "gone.toml"),
@@ -114,9 +114,9 @@ def test_mistakes(
 
 
 def test_the_environment_is_refused_like_the_flag() -> None:
-    done = octavo("octavo", "serve", TENSOR_PARALLEL_SIZE="8")
+    done = octavo("octavo", "serve", TENSOR_PARALLEL_SIZE="0")
     assert done.returncode == 1
-    assert done.stderr.startswith("octavo: TENSOR_PARALLEL_SIZE=8 (environment")
+    assert done.stderr.startswith("octavo: TENSOR_PARALLEL_SIZE=0 (environment")
 
 
 def test_dead_variables_stop_the_start() -> None:

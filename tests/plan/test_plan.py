@@ -74,7 +74,7 @@ def test_the_brief_on_eight_h100() -> None:
     rules = dict(kernel_rules(found))
     assert "16-bit" in rules["FlashAttention-3 for latents"]
     assert "64 tokens, not 16" in rules["FlashMLA"]
-    assert rules["mla_sdpa"] == "yes"
+    assert rules["mla_triton"] == "yes"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.parallel.mesh import Axis, Mesh
 from tests.models.driver import Driver, Row
 from tests.models.test_parallel import ranks_of
@@ -45,6 +46,22 @@ def test_kept_layers_are_known_by_their_tensors_too(tmp_path: Path) -> None:
     prompt = model.twin.prompt(12)
     found = driver(model.folder).run(Row(list(prompt)))
     torch.testing.assert_close(found, model.twin.logits(prompt), **TOLERANCE)
+
+
+def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
+    """As GPTQ's writer adds them; others have no place in the model."""
+    model = quantized(FORMS["gptq-128"], tmp_path / "m")
+    file = model.folder / "model.safetensors"
+    tensors = load_file(str(file))
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(128)
+    save_file(tensors, str(file))
+    prompt = model.twin.prompt(12)
+    found = driver(model.folder).run(Row(list(prompt)))
+    torch.testing.assert_close(found, model.twin.logits(prompt), **TOLERANCE)
+    tensors["model.layers.0.self_attn.q_proj.bias"][5] = 1
+    save_file(tensors, str(file))
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
+        load(model.folder)
 
 
 def test_fused_layers_must_be_alike(tmp_path: Path) -> None:

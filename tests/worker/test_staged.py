@@ -19,14 +19,14 @@ from octavo.engine.scheduler import Scheduler
 from octavo.executor.local import LocalExecutor
 from octavo.forward import ForwardBatch
 from octavo.kernels.slots import REFERENCE
-from octavo.types import AddRequest, StepOutputs, TokenParams, WorkerInfo
+from octavo.types import AddRequest, StepOutputs, TokenParams, WorkerInfo, unpack
 from octavo.worker import worker as worker_module
-from octavo.worker.graphs import Eager, Graphs, ladder
+from octavo.worker.graphs import Eager, Graphs, ladder, token_ladder
 from octavo.worker.runner import Runner
 from octavo.worker.slots import SlotTable
 from octavo.worker.staged import Limits, StagedInputs
 from octavo.worker.staged_choose import StagedChooser
-from octavo.worker.worker import Worker, largest_step
+from octavo.worker.worker import Worker, largest_step, rehearsals
 from tests.worker.fakes import VOCAB, FakeAttention, FakeModel, fake_sample, make_cache
 from tests.worker.later import LaterDevice
 from tests.worker.test_runner import BLOCK_SIZE, BLOCKS, SLOTS, Driver, check, random_sequence
@@ -296,6 +296,28 @@ def test_the_largest_step_is_as_large_as_can_be() -> None:
     assert largest_step(2, 100, 50) == [50, 50]
     assert largest_step(8, 4, 50) == [1, 1, 1, 1]
     assert largest_step(1, 100, 30) == [30]
+
+
+def test_rehearsals_stay_within_limits_and_hold_what_first_requests_do() -> None:
+    for rows, tokens, longest in ((256, 8192, 10240), (4, 16, 8), (1, 4, 3), (64, 64, 4096)):
+        plans = rehearsals(rows, tokens, longest)
+        for plan in plans:
+            assert plan.num_rows <= rows
+            assert plan.num_tokens <= tokens
+            assert max(unpack(plan.lengths)) <= longest
+        assert any(plan.admits and plan.block_ids for plan in plans), "new pages and settings"
+        assert any(a.params.top_p < 1 for plan in plans for a in plan.admits), "filters"
+        lengths = [list(unpack(plan.lengths)) for plan in plans]
+        assert [min(tokens, longest, 2048)] in lengths, "a long prompt"
+        assert any(len(each) == min(rows, tokens) for each in lengths), "decode rows beside one"
+
+
+def test_ladders_hold_no_more_than_steps_can() -> None:
+    for largest in (40, 64, 100, 512, 600, 5000):
+        sizes = token_ladder(largest)
+        assert sizes == sorted(set(sizes))
+        assert all(size <= largest for size in sizes)
+        assert 536 in sizes or largest < 536
 
 
 class Measured(LaterDevice):

@@ -20,6 +20,7 @@ from octavo.cli.texts import add_texts, token_lists
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo.kernels.formats import FP8_MAX
+from octavo.models.registry import read_spec
 from octavo.options import EngineArgs
 from octavo.pulling import locate, open_named
 from octavo.quant.compare import Comparison, Difference
@@ -53,14 +54,19 @@ def run(args: argparse.Namespace) -> int:
     options = engine_args(args)
     checkpoint = locate(options)
     config = worker_config(options, str(checkpoint.path))
-    lists = token_lists(args, checkpoint.load_tokenizer())
+    longest = read_spec(checkpoint.config).max_model_len
+    lists = token_lists(args, checkpoint.load_tokenizer(), longest)
     against = str(open_named(args.against, options).path) if args.against else ""
     variants = list(_variants(config, args.command, against))
     base = Scorer(variants[0][1], args.window)
-    plain = [base.logits(ids) for ids in lists]
+    plain, ranges = [], []
+    for ids in lists:
+        plain.append(base.logits(ids))
+        if args.command == "kv-check":
+            ranges.append(base.largest())
     print(f"{sum(map(len, lists))} tokens in {len(lists)} texts; compared with {variants[0][0]}")
-    if args.command == "kv-check":
-        _print_ranges(base)
+    if ranges:
+        _print_ranges([(max(k), max(v)) for k, v in map(_sides, zip(*ranges, strict=True))])
     del base
     print(HEADING)
     for name, variant in variants[1:]:
@@ -124,9 +130,13 @@ def _compare(
     return comparison.result()
 
 
-def _print_ranges(base: Scorer) -> None:
+def _sides(pairs: tuple[tuple[float, float], ...]) -> tuple[list[float], list[float]]:
+    """One layer's largest keys and its largest values, of all texts."""
+    return [key for key, _ in pairs], [value for _, value in pairs]
+
+
+def _print_ranges(largest: list[tuple[float, float]]) -> None:
     """Whether keys and values fit into e4m3 without scales, and the scales that they would need."""
-    largest = base.largest()
     key, value = max(k for k, _ in largest), max(v for _, v in largest)
     need = "no scales needed" if max(key, value) <= FP8_MAX else "give the layers scales"
     print(f"largest key {key:.1f}, value {value:.1f}, of {FP8_MAX:.0f} that e4m3 holds: {need}")

@@ -49,8 +49,8 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def token_lists(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """The texts' tokens, none longer than a window, at most `max_tokens` in all.
+def token_lists(args: argparse.Namespace, tokenizer: Any, longest: int) -> list[list[int]]:
+    """The texts' tokens, none longer than a window or `longest`, at most `max_tokens` in all.
 
     Raises ConfigError for files that cannot be read and limits that leave nothing.
     """
@@ -65,8 +65,9 @@ def token_lists(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     left = args.max_tokens
     for text in texts:
         ids = list(tokenizer.encode(text).ids)
-        for start in range(0, len(ids), args.window):
-            part = ids[start : start + min(args.window, left)]
+        window = min(args.window, longest)
+        for start in range(0, len(ids), window):
+            part = ids[start : start + min(window, left)]
             if len(part) > 1:
                 lists.append(part)
                 left -= len(part)

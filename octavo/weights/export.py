@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,7 +40,7 @@ def write_folder(checkpoint: Checkpoint, out: Path, dtype: torch.dtype) -> Path:
 def write_tensors(
     checkpoint: Checkpoint,
     out: Path,
-    tensors: Iterator[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     quantization: dict[str, Any],
 ) -> int:

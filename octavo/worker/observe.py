@@ -14,7 +14,7 @@ from octavo.attention.sdpa import SdpaAttention
 from octavo.checkpoint.records import Checkpoint
 from octavo.config import WorkerConfig
 from octavo.device.cpu import CpuDevice
-from octavo.forward import ForwardBatch
+from octavo.forward import ForwardBatch, KVCache
 from octavo.kernels import reference
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.layers.build import Build
@@ -35,6 +35,7 @@ class Recorder:
     def __init__(self, most: int) -> None:
         self._most = most
         self._rows: dict[int, list[Tensor]] = {}
+        self.largest: list[tuple[float, float]] = []  # key and value of each layer
 
     def table(self, dtype: torch.dtype) -> Ops:
         """The reference kernels, with a `linear` that keeps its inputs."""
@@ -49,6 +50,17 @@ class Recorder:
             return reference.linear(x, weight, bias, out)
 
         return replace(reference.reference_ops(dtype), linear=linear)
+
+    def see(self, kv: KVCache) -> None:
+        """Takes the cache's largest keys and values into account."""
+        found = [
+            (float(k.abs().max()), float(v.abs().max()) if v.numel() else 0.0)
+            for k, v in zip(kv.keys, kv.values, strict=True)
+        ]
+        before = self.largest or found
+        self.largest = [
+            (max(a, c), max(b, d)) for (a, b), (c, d) in zip(before, found, strict=True)
+        ]
 
     def inputs(self, layer: Linear) -> Tensor:
         """f32[T, K] that the layer was given."""
@@ -105,4 +117,5 @@ def observe(checkpoint: Checkpoint, texts: list[list[int]], most: int) -> tuple[
             decoder.hidden(
                 torch.tensor(ids, dtype=torch.int32), replace(batch, attn=attention.plan(batch))
             )
+        recorder.see(kv)
     return decoder, recorder

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.checkpoint.records import Checkpoint
 from octavo.errors import ConfigError
+from octavo.kernels.formats import FP8_MAX
 from octavo.layers.linear import Linear
 from octavo.models.decoder import Block, Decoder
 from octavo.models.registry import family_of
@@ -24,6 +25,7 @@ from octavo.weights.tensors import read_tensor
 from octavo.worker.observe import Recorder
 
 Report = Callable[[str], None]
+LEAST = 1e-3  # size of a layer's largest key or value, for scales
 
 
 @dataclass
@@ -112,6 +114,22 @@ def scale_aware(
         report(
             f"layer {index + 1} of {spec.num_layers}: error less by {gains} (down, gate/up, qkv)"
         )
+
+
+def cache_scales(decoder: Decoder, recorder: Recorder) -> dict[str, Tensor]:
+    """A scale of keys and one of values for each layer, by which the largest seen is 448 in e4m3.
+
+    By the names that checkpoints use. Raises ConfigError for latent attention, which has neither.
+    """
+    if decoder.spec.latent is not None:
+        raise ConfigError("--kv-scales: latent attention has no keys and values to scale", "scales")
+    names = family_of(decoder.spec.architecture).names
+    found: dict[str, Tensor] = {}
+    for index, sizes in zip(decoder.layers, recorder.largest, strict=True):
+        module = names(f"blocks.{index}.attention.output.weight", "").rpartition(".o_proj")[0]
+        for side, size in zip("kv", sizes, strict=True):
+            found[f"{module}.{side}_scale"] = torch.tensor([max(size, LEAST) / FP8_MAX])
+    return found
 
 
 def tensors_of(

@@ -60,7 +60,10 @@ class Scorer:
         return tuple(block.attention.need for block in self.decoder.blocks)
 
     def largest(self) -> list[tuple[float, float]]:
-        """The largest key and value of each layer so far; of a cache in the model's own format."""
+        """The largest key and value of each layer in the last text.
+
+        Of a cache in the model's own format.
+        """
         pairs = zip(self._kv.keys, self._kv.values, strict=True)
         return [
             (float(k.abs().max()), float(v.abs().max()) if v.numel() else 0.0) for k, v in pairs

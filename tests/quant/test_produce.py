@@ -15,6 +15,7 @@ from torch import Tensor as Numbers
 from octavo.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from octavo.cli.main import main
 from octavo.errors import ConfigError
+from octavo.models.load import set_cache_scales
 from octavo.quant.compare import Comparison
 from octavo.quant.produce import Method, awq_grouped, awq_tensors, common_group, config_of
 from octavo.weights.export import _write_json
@@ -22,7 +23,7 @@ from octavo.worker.observe import observe
 from octavo.worker.quantize import plan, scale_aware, tensors_of
 from tests.models.driver import Row
 from tests.models.twins import Twin, make_twin
-from tests.quant.models import SIZES, driver
+from tests.quant.models import SIZES, driver, load
 from tests.quant.packers import AWQ_COLUMNS, words_along_last
 from tests.worker.tiny import write_tiny
 
@@ -200,6 +201,27 @@ def test_a_quantized_model_is_not_quantized_again(
     text = capsys.readouterr().out
     assert "cache fp8_e4m3" in text
     assert "largest key" in text
+
+
+def test_scales_of_the_cache_are_written(
+    real_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By them the largest key and value of the texts are the largest that the cache holds."""
+    out = tmp_path / "scaled"
+    words = ["quantize", str(real_folder), "--method", "int8", "--out", str(out), "--kv-scales"]
+    assert main(words) == 0
+    tensors = load_file(str(out / "model.safetensors"))
+    scales = {n: float(v) for n, v in tensors.items() if n.endswith((".k_scale", ".v_scale"))}
+    keys = [scales[f"model.layers.{i}.self_attn.k_scale"] for i in range(2)]
+    capsys.readouterr()
+    check = ["kv-check", str(out), "--kernels", "reference", "--dtype", "float32"]
+    assert main([*check, "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    text = capsys.readouterr().out
+    largest = float(text.partition("largest key ")[2].partition(",")[0])
+    assert abs(max(keys) * 448 - largest) < 0.06 * largest + 0.06
+    decoder, _ = load(out)
+    set_cache_scales(decoder, open_checkpoint(str(out)))
+    assert [block.attention.need.key_scale for block in decoder.blocks] == pytest.approx(keys)
 
 
 def test_what_awq_refuses(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def tokens_of_tile(num_heads: int, rows: int) -> int:
 def cut_of(num_heads: int, item_bytes: int, processors: int) -> LatentCut:
     """A good cut on an H200."""
     if item_bytes == 4:
-        tile = LatentTile(keys=16, rows=16, warps=4, stages=1)
+        tile = LatentTile(keys=16, rows=16, warps=4, stages=1, tma=False)
         return LatentCut(tile, tile, divide_up(num_heads, 16), processors)
     rows = max(16, min(SIDE, power_of_2(num_heads)))
     blocks = divide_up(num_heads, rows)

@@ -16,6 +16,7 @@ from typing import Any
 
 import httptools
 import msgspec
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -85,6 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._owed: tuple[int, str] | None = None  # a refusal that waits for answers before it
         self._in_body = False  # of the request that `cycle` answers
         self._replaying = False  # a head is parsed a second time
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -93,7 +95,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # tells the newest request only
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self._owed is not None:

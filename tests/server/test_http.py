@@ -364,6 +364,22 @@ async def test_a_closed_socket_ends_the_request(streamed: bool) -> None:
         assert (engine.running, engine.aborted) == (0, 1)
 
 
+async def test_a_closed_socket_ends_the_request_with_others_behind_it() -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    async with served(engine) as address:
+        data = json.dumps({"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True})
+        asked = POST + b"Content-Length: %d\r\n\r\n" % len(data) + data.encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(address))
+        writer.write(asked + asked)
+        assert await reader.readline()
+        writer.close()
+        for _ in range(200):
+            if not engine.running:
+                break
+            await asyncio.sleep(0.005)
+        assert (engine.running, engine.aborted) == (0, 1)
+
+
 async def test_a_reader_that_stops_is_dropped_with_its_buffers() -> None:
     engine = FakeEngine()
     settings = ServerSettings(slow_reader_limit=0.3)

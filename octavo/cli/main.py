@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "lint": ("octavo.cli.lint", "find flaws in manifests, commands, dashboards and specs"),
     "render": ("octavo.cli.render", "write a deployment's manifests out of one spec"),
     "gateway": ("octavo.cli.gateway", "run LiteLLM's proxy before several engines"),
+    "route": ("octavo.cli.route", "spread requests over engines by what they have to do"),
     "doctor": ("octavo.cli.doctor", "show what this machine offers, and what is missing"),
     "version": ("octavo.cli.version", "print the version"),
 }

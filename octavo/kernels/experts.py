@@ -1,9 +1,8 @@
 """Products of routed experts: tokens are sorted by expert, so each weight is read once if at all.
 
 `LoopedExperts` works over any table of kernels, an expert at a time: the path of tables that have
-no product of their own. `GroupedExperts` multiplies all in one call of torch's and never asks the
-device which experts were chosen, so that it can be captured. Not for: routing
-(`layers/experts.py`).
+no product of their own. `ClampedExperts` is that for experts of `ClampedForm`, in two calls of
+torch's grouped product. Not for: routing (`layers/experts.py`).
 Next file: `select.py`.
 """
 
@@ -72,37 +71,11 @@ class LoopedExperts:
         return self._ops.linear(inner, self._down[expert], None, torch.float32)
 
 
-class GroupedExperts:
-    """An ExpertProduct over stacked weights: two grouped products, each of all experts.
+class ClampedExperts:
+    """An ExpertProduct for experts of `ClampedForm`: two grouped products, each of all experts.
 
     Rows of weights must be whole units of 16 bytes, as the library reads them.
     """
-
-    __slots__ = ("_down", "_gate_up", "_silu_mul")
-
-    def __init__(self, silu_mul: Callable[[Tensor], Tensor], gate_up: Tensor, down: Tensor) -> None:
-        """gate_up [E, 2 * I, H], down [E, H, I]; `silu_mul` as in Ops."""
-        check_units(gate_up, down)
-        self._silu_mul = silu_mul
-        self._gate_up = gate_up.transpose(1, 2)
-        self._down = down.transpose(1, 2)
-
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], experts i64[T, k], weights f32[T, k] -> [T, H]."""
-        top = experts.shape[1]
-        chosen, order = experts.flatten().sort(stable=True)
-        numbers = torch.arange(self._down.shape[0], device=x.device)
-        ends = torch.searchsorted(chosen, numbers, right=True).to(torch.int32)
-        inner = functional.grouped_mm(x.index_select(0, order // top), self._gate_up, offs=ends)
-        product = functional.grouped_mm(self._silu_mul(inner), self._down, offs=ends)
-        scaled = product.float() * weights.flatten()[order].unsqueeze(1)
-        # Back in the order of tokens, so that each sums its own in a fixed order.
-        own = torch.empty_like(scaled).index_copy_(0, order, scaled)
-        return own.view(len(x), top, -1).sum(dim=1).to(x.dtype)
-
-
-class ClampedExperts:
-    """An ExpertProduct for experts of `ClampedForm`: grouped products, as above."""
 
     __slots__ = ("_down", "_form", "_gate_up")
 

@@ -23,6 +23,12 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
         "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
     }
 )
 EXPERT_NAMES: Mapping[str, str] = MappingProxyType(

@@ -36,11 +36,13 @@ QWEN_NAMES: Mapping[str, str] = MappingProxyType(
         "mlp.shared.gate.weight": "mlp.shared_expert_gate.weight",
     }
 )
+# What a Mixtral file without these keys means.
+MIXTRAL: Mapping[str, object] = MappingProxyType({"rms_norm_eps": 1e-5, "rope_theta": 1e6})
 
 
 def mixtral_spec(config: Mapping[str, object]) -> ModelSpec:
     """The spec of a MixtralForCausalLM config. Raises ConfigError."""
-    reader = Reader(config)
+    reader = Reader({**MIXTRAL, **config})
     window = reader.integer("sliding_window") if reader.has("sliding_window") else 0
     base = llama.base_spec(reader, "MixtralForCausalLM", window=window)
     count = reader.integer("num_local_experts")

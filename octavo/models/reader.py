@@ -7,11 +7,14 @@ refused. Not for: what the values mean (`llama.py`, `qwen.py`, ...).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
 from octavo.errors import ConfigError
 from octavo.models.spec import RopeKind, RopeSpec, yarn_gain
+
+LARGEST = sys.float_info.max  # JSON has no infinity, but Python reads one, and numbers beyond
 
 
 class Reader:
@@ -42,10 +45,12 @@ class Reader:
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A number greater than `above`."""
+        """A finite number greater than `above`."""
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > above:
             raise self.error(key, f"must be a number above {above:g}")
+        if value > LARGEST:
+            raise self.error(key, "must be a finite number")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -95,7 +100,7 @@ class Reader:
         if (
             not isinstance(value, list)
             or len(value) != count
-            or not all(isinstance(one, int | float) and one > 0 for one in value)
+            or not all(isinstance(one, int | float) and 0 < one <= LARGEST for one in value)
         ):
             raise self.error(key, f"must be a list of {count} numbers above 0")
         return tuple(float(one) for one in value)
@@ -191,6 +196,8 @@ def rope_of(
     trained = config if config.has("original_max_position_embeddings") else section
     original = trained.integer("original_max_position_embeddings", max_len)
     if kind == "dynamic":
+        if head_dim == 2:
+            raise section.error(_kind_key(section), "needs more than two dimensions that turn")
         # This kind stretches from max_position_embeddings, whatever else the file says.
         return RopeSpec(theta, head_dim, kind, section.number("factor"), max_len)
     if kind == "linear":
@@ -204,7 +211,7 @@ def rope_of(
 
 def _rope_kind(section: Reader) -> RopeKind:
     """The kind, under its newer or older key."""
-    key = "rope_type" if section.has("rope_type") else "type"
+    key = _kind_key(section)
     name = section.text(key, "default")
     match name:
         case "default" | "linear" | "dynamic" | "llama3" | "yarn" | "longrope":
@@ -214,6 +221,10 @@ def _rope_kind(section: Reader) -> RopeKind:
     raise section.error(
         key, "is not supported; known are default, linear, dynamic, llama3, yarn and longrope"
     )
+
+
+def _kind_key(section: Reader) -> str:
+    return "rope_type" if section.has("rope_type") else "type"
 
 
 def _llama3(section: Reader, theta: float, dim: int, original: int) -> RopeSpec:
@@ -250,6 +261,8 @@ def _longrope(section: Reader, theta: float, dim: int, *, original: int, max_len
 
 
 def _yarn(section: Reader, theta: float, dim: int, *, original: int, max_len: int) -> RopeSpec:
+    if theta <= 1:
+        raise section.error("rope_theta", f"must be above 1 for yarn, and is {theta:g}")
     factor = section.number("factor", max_len / original)
     gain = section.number("attention_factor") if section.has("attention_factor") else None
     if gain is None and section.has("mscale") and section.has("mscale_all_dim"):

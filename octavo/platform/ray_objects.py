@@ -94,10 +94,12 @@ def serve_config(spec: Spec) -> Tree:
     scaled = spec.autoscale.kind != "none"
     if spec.engine.kind == "vllm":
         return {"applications": [_vllm_application(spec)]}
-    counted: Tree = {"deployment": {"num_replicas": replicas}}
+    drain = {"graceful_shutdown_timeout_s": spec.drain.seconds + 10}
+    counted: Tree = {"deployment": {"num_replicas": replicas, **drain}}
     if scaled:
         low, high = spec.autoscale.minimum, spec.autoscale.maximum
-        counted = {"autoscaling": {"min_replicas": low, "max_replicas": high}}
+        bounds = {"min_replicas": low, "max_replicas": high}
+        counted = {"autoscaling": bounds, "deployment": drain}
     args: Tree = {
         "model": spec.model.name,
         "served_model_name": [spec.served_name],

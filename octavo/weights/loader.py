@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.checkpoint.records import Checkpoint, TensorEntry
 from octavo.errors import CheckpointError
 from octavo.weights.spec import ParamSpec, Part
-from octavo.weights.tensors import read_tensor
+from octavo.weights.tensors import PLAIN, read_tensor
 
 Names: TypeAlias = Callable[[str, str], str]  # (our dotted parameter, part) -> checkpoint tensor
 Progress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all) of the files
@@ -237,6 +237,7 @@ def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_P
     params: list[_Param] = []
     missing: list[str] = []
     wrong: list[str] = []
+    kinds: list[str] = []
     for layer_name, layer in model.named_layers():
         for name, spec in layer.param_specs().items():
             pieces: list[_Piece] = []
@@ -253,6 +254,8 @@ def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_P
                         f"{theirs}: the config expects {list(expected)}, "
                         f"{entry.file.name} has {list(entry.shape)}"
                     )
+                if _is_float(entry) != spec.dtype.is_floating_point:
+                    kinds.append(f"{theirs} ({entry.encoding} in {entry.file.name})")
                 pieces.append(_Piece(entry, part, at))
                 at += part.size
             params.append(_Param(layer_name, name, spec, tuple(pieces)))
@@ -266,7 +269,19 @@ def _plan(model: FillableModel, checkpoint: Checkpoint, names: Names) -> list[_P
             f"{checkpoint.path}: {len(wrong)} tensors have another shape than config.json says: "
             f"{_shown(wrong, '; ')}"
         )
+    if kinds:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(kinds)} tensors hold whole numbers where the model has "
+            f"fractions, or the other way round: {_shown(kinds)}; config.json lacks or misnames "
+            "the quantization"
+        )
     return params
+
+
+def _is_float(entry: TensorEntry) -> bool:
+    """True for floats of any size and for GGUF's blocks, which are read as floats."""
+    stored = PLAIN.get(entry.encoding)
+    return stored is None or stored.is_floating_point
 
 
 def _expected_shape(spec: ParamSpec, part: Part) -> tuple[int, ...]:

@@ -22,6 +22,14 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 97,
     "max_position_embeddings": 256,
 }
+TWO = {**LLAMA, "head_dim": 2}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {**MIXTRAL, "architectures": ["GptOssForCausalLM"]}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
@@ -104,6 +112,17 @@ def test_biases_norms_and_end_tokens() -> None:
     )
 
 
+def test_a_family_has_defaults_of_its_own() -> None:
+    spec = read_spec(MIXTRAL)
+    assert (spec.rms_eps, spec.rope.theta) == (1e-5, 1e6)
+    assert read_spec({**MIXTRAL, "rope_parameters": {"rope_theta": 500.0}}).rope.theta == 500.0
+    spec = read_spec(GPT_OSS)
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.theta) == ("yarn", 32.0, 150000.0)
+    assert (spec.rope.original_max_len, spec.rope.truncate) == (4096, False)
+    plain = read_spec({**GPT_OSS, "rope_parameters": {"rope_type": "default"}})
+    assert plain.rope == RopeSpec(150000.0, 64)
+
+
 def test_windows() -> None:
     on = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}
     spec = read_spec({**QWEN2, **on})
@@ -157,6 +176,21 @@ def test_a_vision_model_gives_its_text_side() -> None:
         (LLAMA, "head_dim", 15),
         (LLAMA, "rms_norm_eps", 0),
         (LLAMA, "rms_norm_eps", float("nan")),
+        (LLAMA, "rms_norm_eps", float("inf")),
+        (LLAMA, "rms_norm_eps", 10**400),
+        (LLAMA, "rope_theta", float("inf")),
+        (LLAMA, "rope_scaling.factor", {"type": "linear", "factor": float("inf")}),
+        (
+            LLAMA,
+            "rope_scaling.long_factor",
+            {
+                "type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 7 + [float("inf")],
+            },
+        ),
+        (LLAMA, "rope_scaling.rope_theta", {"type": "yarn", "factor": 2.0, "rope_theta": 1.0}),
+        (TWO, "rope_scaling.type", {"type": "dynamic", "factor": 2.0}),
         (LLAMA, "tie_word_embeddings", "yes"),
         (LLAMA, "attention_bias", 1),
         (LLAMA, "eos_token_id", "2"),

@@ -18,7 +18,8 @@ from octavo.attention.select import select
 from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.errors import CheckpointError, ConfigError
 from octavo.kernels import reference
-from octavo.kernels.experts import GroupedExperts, LoopedExperts
+from octavo.kernels.experts import ClampedExperts, LoopedExperts
+from octavo.kernels.ops import ClampedForm
 from octavo.layers.experts import route
 from octavo.models.load import attention_need, build_model, load_weights
 from octavo.models.quantization import read_scheme
@@ -79,9 +80,7 @@ def test_products_equal_the_reference(tokens: int) -> None:
             by_hand[token] += weight * (down[expert] @ (torch.sigmoid(gate) * gate * up))
     torch.testing.assert_close(expected, by_hand, rtol=1e-4, atol=1e-3)
     looped = LoopedExperts(reference.reference_ops(torch.float32), gate_up, down)
-    grouped = GroupedExperts(reference.silu_mul, gate_up, down)
-    for found in (looped, grouped):
-        torch.testing.assert_close(found(x, chosen, weights), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(looped(x, chosen, weights), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_weights_of_experts_that_are_not_chosen_are_not_read() -> None:
@@ -90,17 +89,14 @@ def test_weights_of_experts_that_are_not_chosen_are_not_read() -> None:
     gate_up[2], down[2] = torch.nan, torch.nan
     chosen = torch.tensor([[0, 3], [3, 1]])
     ops = reference.reference_ops(torch.float32)
-    for found in (
-        reference.experts(gate_up, down),
-        LoopedExperts(ops, gate_up, down),
-        GroupedExperts(reference.silu_mul, gate_up, down),
-    ):
+    for found in (reference.experts(gate_up, down), LoopedExperts(ops, gate_up, down)):
         assert bool(found(torch.randn(2, 8), chosen, torch.rand(2, 2)).isfinite().all())
 
 
 def test_grouped_products_name_a_width_that_they_cannot_read() -> None:
+    form = ClampedForm(torch.zeros(2, 12), torch.zeros(2, 8), 1.702, 7.0)
     with pytest.raises(ConfigError, match="intermediate size on one rank is 6"):
-        GroupedExperts(reference.silu_mul, torch.zeros(2, 12, 8), torch.zeros(2, 8, 6))
+        ClampedExperts(torch.zeros(2, 12, 8), torch.zeros(2, 8, 6), form)
 
 
 def test_a_token_alone_and_among_others_is_the_same_bits() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.checkpoint import open_checkpoint
 from octavo.errors import CheckpointError, ConfigError
@@ -45,6 +46,18 @@ def test_weights_and_config_that_do_not_belong_together(tmp_path: Path) -> None:
     config.write_text(json.dumps({**values, "hidden_act": "gelu"}))
     with pytest.raises(ConfigError, match="hidden_act"):
         read_spec(open_checkpoint(str(tmp_path)).config)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int32, torch.bool])
+def test_whole_numbers_are_no_weights(kind: torch.dtype, tmp_path: Path) -> None:
+    make_twin("llama").model.save_pretrained(tmp_path)
+    name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "model.safetensors"
+    state = load_file(file)
+    save_file({**state, name: state[name].to(kind)}, file, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(str(tmp_path))
+    spec = read_spec(checkpoint.config)
+    with pytest.raises(CheckpointError, match=rf"{name} \(.*model\.safetensors\).*quantization"):
+        load_weights(build_model(spec, make_build(spec)), checkpoint)
 
 
 def test_dummy_weights_run_and_a_shorter_context_holds() -> None:

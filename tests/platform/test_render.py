@@ -16,6 +16,7 @@ from octavo.options import EngineArgs, ServerArgs, read_file
 from octavo.platform.lint import lint
 from octavo.platform.render import Rendered, render, write
 from octavo.platform.spec import read_spec_file
+from octavo.serve import deployment_options, split
 
 BRIEF = """\
 name = "deepseek"
@@ -145,6 +146,19 @@ def test_the_engine_reads_its_settings(tmp_path: Path) -> None:
     engine.check()
     assert engine.max_model_len == 8192
     assert server.served_model_name == ["llama-3.1-8b-instruct"]
+
+
+@pytest.mark.parametrize("name", ["brief", "stages over four nodes", "scaled by Serve"])
+def test_the_application_takes_its_arguments(name: str, tmp_path: Path) -> None:
+    (service,) = objects(rendered(tmp_path, MODES[name]), "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == "octavo.serve:build_app"
+    engine, server, own = split(application["args"])
+    EngineArgs(**engine).check()
+    ServerArgs(**server).check()
+    options = deployment_options(EngineArgs(**engine, device="cpu"), own)
+    assert options["graceful_shutdown_timeout_s"] > server["shutdown_timeout"]
+    assert ("autoscaling_config" in options) == (name == "scaled by Serve")
 
 
 def test_the_gateway_knows_each_pod(tmp_path: Path) -> None:

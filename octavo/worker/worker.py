@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 
 from octavo.config import Place, WorkerConfig
@@ -123,10 +122,6 @@ class Worker:
             against(expected, loaded.param_bytes, peak, cache),
             *warm_up_notes,
         ]
-        if parts.graphs is not None and choices.ops.tune is not None:
-            folder = None if config.cache_dir is None else Path(config.cache_dir)
-            with self._phase("products"):
-                notes.append(choices.ops.tune(parts.many(), folder))
         if device.asynchronous:
             with self._phase("graphs"):
                 notes.append(parts.capture())

@@ -14,6 +14,7 @@ from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.errors import ConfigError
 from octavo.grammar.matcher import Grammars
+from octavo.layers.rope import length_note
 from octavo.parallel.world import World, join
 from octavo.types import (
     PREPARE,
@@ -95,6 +96,7 @@ class Worker:
             decoder = build(config, choices, device.name, checkpoint, mesh)
             check_room(decoder, device.free_memory())
             expected = expect(config, choices, decoder, self._room(free_at_start))
+            rope_note = length_note(decoder.spec.rope, decoder.spec.max_model_len)
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
             cache_note = scale_cache(decoder, checkpoint, choices)
@@ -116,7 +118,7 @@ class Worker:
         notes = [
             *device.notes,
             *choices.notes,
-            *filter(None, (cache_note,)),
+            *filter(None, (cache_note, rope_note)),
             fuse_note,
             *cache.notes,
             against(expected, loaded.param_bytes, peak, cache),

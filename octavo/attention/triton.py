@@ -10,7 +10,7 @@ a step's lengths. Not for: other devices. Next file: `octavo/kernels/gpu.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EVEN, UNEVEN = "even", "uneven"  # forms of a decode step
 MAX_HEAD = 256
-LONG_PROMPT = 2048  # tokens of a row, from which it pays to leave out those that nobody wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class TritonAttention:
         """QKV [T, (Q + 2K) * D] as projected -> [T, Q * D]; norms, rotation and store included.
 
         Of few rows that all decode, attention itself does these. With `rows` i32[S], tokens whose
-        result alone is wanted: [S, Q * D]; of long prompts, these tokens attend as decode rows do.
+        result alone is wanted: [S, Q * D].
         """
         plan = batch.attn
         norms = rules.query_norm is not None
@@ -220,29 +219,8 @@ class TritonAttention:
             key_scale=need.key_scale,
             value_scale=need.value_scale,
         )
-        if rows is not None and batch.max_q >= LONG_PROMPT:
-            wanted = self._wanted(rows, batch)
-            return self._attend(q.index_select(0, rows), layer, need, wanted, rules.sinks)
         found = self._attend(q, layer, need, batch, rules.sinks)
         return found if rows is None else found.index_select(0, rows)
-
-    def _wanted(self, rows: Tensor, batch: ForwardBatch) -> ForwardBatch:
-        """Tokens `rows` i32[S] as decode rows, each after the keys up to its own."""
-        count = rows.shape[0]
-        owners = torch.searchsorted(batch.q_indptr[1:], rows, right=True)
-        positions = batch.positions.index_select(0, rows)
-        wanted = replace(
-            batch,
-            num_rows=count,
-            num_tokens=count,
-            num_decodes=count,
-            positions=positions,
-            kv_lens=positions + 1,
-            block_table=batch.block_table.index_select(0, owners),
-            max_q=1,
-        )
-        pieces, _ = self._pieces(wanted, EVEN)
-        return replace(wanted, attn=TritonPlan(count, pieces, pieces, None))
 
     def _attend(
         self,

@@ -8,7 +8,6 @@ Not for: attention (`octavo/attention/triton.py`) or graphs. Next file: `gpu_pro
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from octavo.kernels import gpu_products as products
 from octavo.kernels import gpu_quantized as quantized
-from octavo.kernels.cublaslt import products_of
 from octavo.kernels.gpu_quantized import pack_fp8, pack_grouped
 from octavo.kernels.ops import Ops, PackedWeight
 from octavo.kernels.triton.activation import gelu_mul, silu_mul
@@ -41,11 +39,7 @@ def triton_ops(dtype: torch.dtype, device: torch.device, *, copies: bool = False
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}: 8.0 or later is needed"
-    table = table_of(dtype, capability, copies=copies)
-    if dtype.itemsize != 2:
-        return table
-    where = torch.empty(0, device=device).device  # with its number, as that of all tensors
-    return replace(table, tune=products_of(where).learn)
+    return table_of(dtype, capability, copies=copies)
 
 
 def table_of(dtype: torch.dtype, capability: tuple[int, int], *, copies: bool = False) -> Ops:

@@ -1,6 +1,6 @@
 """Products with plain weights on a GPU: which kernel takes how many rows.
 
-Not for: quantized weights. Next file: `cublaslt.py`.
+Not for: quantized weights. Next file: `octavo/kernels/triton/skinny.py`.
 """
 
 from __future__ import annotations
@@ -9,21 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from octavo.kernels.cublaslt import products_of
 from octavo.kernels.triton.activation import silu_mul
 from octavo.kernels.triton.gemv import gemv
 from octavo.kernels.triton.skinny import skinny, suits
-
-
-def by_library(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K], data [N, K], bias [N] -> [T, N], by the algorithm that was measured, if one was."""
-    if bias is None and x.is_cuda:
-        products = products_of(x.device)
-        plan = products.find(x, data)
-        if plan is not None:
-            return plan.run(x, data)
-        products.see(data)
-    return functional.linear(x, data, bias)
 
 
 def plain(x: Tensor, data: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -33,7 +21,7 @@ def plain(x: Tensor, data: Tensor, bias: Tensor | None, out_dtype: torch.dtype |
     if suits(x, data):
         return skinny(x, data, bias, out_dtype=out_dtype)  # type: ignore[no-any-return]
     if out_dtype is None or out_dtype == x.dtype:
-        return by_library(x, data, bias)
+        return functional.linear(x, data, bias)
     if not x.is_cuda:
         wide_bias = None if bias is None else bias.to(out_dtype)
         return functional.linear(x.to(out_dtype), data.to(out_dtype), wide_bias)
@@ -49,4 +37,4 @@ def plain_silu(x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
         return gemv(x, data, bias, silu=True)  # type: ignore[no-any-return]
     if suits(x, data):
         return skinny(x, data, bias, silu=True)  # type: ignore[no-any-return]
-    return silu_mul(by_library(x, data, bias))  # type: ignore[no-any-return]
+    return silu_mul(functional.linear(x, data, bias))  # type: ignore[no-any-return]

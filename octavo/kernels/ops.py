@@ -6,9 +6,8 @@ native code. Which was taken and why is in `Ops.reason`, printed at start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -133,9 +132,6 @@ class Ops:
     pack_fp8: Callable[[Fp8], PackedWeight] | None = None
     # linear and silu_mul in one: x [T, K], weight [2 * I, K], bias -> [T, I]; None: use the two.
     linear_silu: Callable[[Tensor, PackedWeight, Tensor | None], Tensor] | None = None
-    # Numbers of rows, a folder for what is learned -> a line that says what: times products of so
-    # many rows, where there are kernels to choose from. None: there are none.
-    tune: Callable[[Sequence[int], Path | None], str] | None = None
     # A whole stack of decoder blocks in one native call, or None: see `models/fused.py`.
     stack: Callable[..., Any] | None = None
     # Weights of a layer's experts, gate_up [E, 2 * I, H] and down [E, H, I] -> their product, in

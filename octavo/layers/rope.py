@@ -69,6 +69,16 @@ def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
     return torch.cat((cos, sin), dim=1)
 
 
+def length_note(spec: RopeSpec, max_len: int) -> str | None:
+    """What to know of a table that is another one for short contexts; None if it is not."""
+    if spec.kind not in ("dynamic", "longrope") or max_len <= spec.original_max_len:
+        return None
+    return (
+        f"rope: {spec.kind} as for contexts of {max_len} tokens, in shorter ones too; with "
+        f"--max-model-len {spec.original_max_len} or less it is that of the trained length"
+    )
+
+
 def rope_frequencies(spec: RopeSpec, max_len: int) -> Tensor:
     """f32[dim / 2], radians a position, falling."""
     match spec.kind:

@@ -45,11 +45,6 @@ class Parts:
         longest = min(limits.max_tokens, limits.max_length)
         return ladder(limits.max_rows), token_ladder(longest)
 
-    def many(self) -> list[int]:
-        """Rows of the products of all steps that are captured, whatever the steps are."""
-        rows, tokens = self._sizes()
-        return sorted({*rows, *tokens})
-
     def capture(self) -> str:
         """Captures graphs of steps within the limits; a line that says so."""
         if self.graphs is None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 
 from octavo.config import Place, WorkerConfig
 from octavo.device.base import Device
 from octavo.errors import ConfigError
 from octavo.grammar.matcher import Grammars
+from octavo.layers.rope import length_note
 from octavo.parallel.world import World, join
 from octavo.types import (
     PREPARE,
@@ -96,6 +96,7 @@ class Worker:
             decoder = build(config, choices, device.name, checkpoint, mesh)
             check_room(decoder, device.free_memory())
             expected = expect(config, choices, decoder, self._room(free_at_start))
+            rope_note = length_note(decoder.spec.rope, decoder.spec.max_model_len)
         with self._phase("load"):
             loaded = fill(decoder, checkpoint, config, device, self._bytes)
             cache_note = scale_cache(decoder, checkpoint, choices)
@@ -117,16 +118,12 @@ class Worker:
         notes = [
             *device.notes,
             *choices.notes,
-            *filter(None, (cache_note,)),
+            *filter(None, (cache_note, rope_note)),
             fuse_note,
             *cache.notes,
             against(expected, loaded.param_bytes, peak, cache),
             *warm_up_notes,
         ]
-        if parts.graphs is not None and choices.ops.tune is not None:
-            folder = None if config.cache_dir is None else Path(config.cache_dir)
-            with self._phase("products"):
-                notes.append(choices.ops.tune(parts.many(), folder))
         if device.asynchronous:
             with self._phase("graphs"):
                 notes.append(parts.capture())

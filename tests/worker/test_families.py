@@ -63,3 +63,17 @@ def test_experts_are_not_quantized_in_silence(case: str, tmp_path: Path) -> None
     twin.model.save_pretrained(tmp_path)
     config = config_of(tmp_path, dtype="bfloat16", quantization="fp8", max_model_len=96)
     assert "weights: routed experts stay bfloat16" in Worker(config).load().notes
+
+
+def test_a_start_says_that_long_contexts_change_short_ones(tmp_path: Path) -> None:
+    make_twin("phi3-short-partial", sizes={"max_position_embeddings": 512}).model.save_pretrained(
+        tmp_path
+    )
+
+    def said(longest: int) -> list[str]:
+        config = config_of(tmp_path, dtype="float32", num_blocks=200, max_model_len=longest)
+        return [note for note in Worker(config).load().notes if note.startswith("rope: ")]
+
+    assert said(256) == []
+    assert len(said(300)) == 1
+    assert "--max-model-len 256" in said(300)[0]

@@ -59,10 +59,10 @@ STARTS_PROGRAMS = {
 }
 FETCHES = ("httpx", "requests", "urllib", "aiohttp", "socket", "http", "huggingface_hub")
 # The only rooms that open connections or ask other machines: the command line, the model hub, the
-# gateway that watches the operator's own servers, and what starts workers on other machines, at
-# addresses that the operator or Ray has given.
+# gateway and the router before the operator's own servers, and what starts workers on other
+# machines, at addresses that the operator or Ray has given.
 MAY_FETCH = re.compile(
-    r"cli/|bench/|platform/gateway\.py|checkpoint/(hub|pull)\.py|server/run\.py"
+    r"cli/|bench/|platform/(gateway|route)\.py|checkpoint/(hub|pull)\.py|server/run\.py"
     r"|server/protocol\.py"
     r"|executor/(ray|checkup)\.py|parallel/world\.py"
 )

@@ -228,19 +228,25 @@ async def test_a_body_that_nobody_waits_for_is_cut_without_a_word() -> None:
     protocol.connection_lost(None)
 
 
-async def test_half_a_pipelined_head_does_not_write_into_an_answer() -> None:
+async def test_half_a_pipelined_head_is_refused_after_the_answer_before_it() -> None:
+    ended = asyncio.Event()
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await ended.wait()
+        await send({"type": "http.response.body", "body": b"whole"})
 
     protocol, wire = await connect(app, head_timeout=0.05)
     protocol.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT")
     await asyncio.sleep(0.2)
-    assert wire.closed
+    assert not wire.closed
     assert b"408" not in wire.written
+    ended.set()
+    await asyncio.sleep(0.05)
+    assert wire.closed
+    assert wire.written.startswith(b"HTTP/1.1 200")
+    assert wire.written.index(b"whole") < wire.written.index(b"HTTP/1.1 408")
     protocol.connection_lost(None)
-    await asyncio.sleep(0.01)
 
 
 async def test_a_whole_request_has_no_timer_left() -> None:

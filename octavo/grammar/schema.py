@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -463,8 +463,3 @@ def _at(path: str) -> str:
 def _kind(value: object) -> str:
     names = {list: "a list", str: "text", type(None): "null", bool: "a boolean", dict: "an object"}
     return names.get(type(value), "a number")
-
-
-def iter_keywords() -> Iterator[str]:
-    """Names of all keywords that are enforced, for the documentation."""
-    yield from sorted(_KEYWORDS)

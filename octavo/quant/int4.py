@@ -82,72 +82,60 @@ class Int4:
         """Qweight [K, N / 8], qzeros [K / g, N / 8], scales [K / g, N]."""
         words = tuple(part.in_units(PER_WORD, "words of awq weights") for part in cut.parts)
         return {
-            "qweight": self._turned(cut, words, 1, kept=self._kept(cut)),
-            "qzeros": self._turned(cut, words, group),
-            "scales": self._turned(cut, cut.parts, group, dummy=DUMMY_SCALE),
+            "qweight": self._laid_out(cut, words, 1, kept=self._kept(cut), turned=True),
+            "qzeros": self._laid_out(cut, words, group, turned=True),
+            "scales": self._laid_out(cut, cut.parts, group, dummy=DUMMY_SCALE, turned=True),
         }
 
     def _gptq(self, cut: Cut, group: int) -> dict[str, ParamSpec]:
         """As AutoAWQ's, but qweight [K / 8, N]; and g_idx [K], the group of each column."""
         words = tuple(part.in_units(PER_WORD, "words of gptq weights") for part in cut.parts)
-        # A vector of columns: what are rows of others are columns here.
-        every = tuple(Part(part.name, cut.columns, cut.full, cut.start) for part in cut.parts)
-        table = ParamSpec((cut.columns * len(every),), torch.int32, every, out_dim=0)
         return {
-            "qweight": self._turned(cut, cut.parts, PER_WORD, kept=self._kept(cut)),
-            "qzeros": self._turned(cut, words, group),
-            "scales": self._turned(cut, cut.parts, group, dummy=DUMMY_SCALE),
-            "g_idx": table,
+            "qweight": self._laid_out(cut, cut.parts, PER_WORD, kept=self._kept(cut), turned=True),
+            "qzeros": self._laid_out(cut, words, group, turned=True),
+            "scales": self._laid_out(cut, cut.parts, group, dummy=DUMMY_SCALE, turned=True),
+            "g_idx": self._table(cut),
         }
 
     def _compressed(self, cut: Cut, group: int) -> dict[str, ParamSpec]:
         """weight_packed [N, K / 8], weight_scale [N, K / g], zero points [N / 8, K / g]."""
         specs = {
-            "weight_packed": self._straight(cut, cut.parts, PER_WORD, kept=self._kept(cut)),
-            "weight_scale": self._straight(cut, cut.parts, group, dummy=DUMMY_SCALE),
+            "weight_packed": self._laid_out(cut, cut.parts, PER_WORD, kept=self._kept(cut)),
+            "weight_scale": self._laid_out(cut, cut.parts, group, dummy=DUMMY_SCALE),
         }
         if not self._scheme.symmetric:
             words = tuple(part.in_units(PER_WORD, "words of zero points") for part in cut.parts)
-            specs["weight_zero_point"] = self._straight(cut, words, group)
+            specs["weight_zero_point"] = self._laid_out(cut, words, group)
         if self._scheme.act_order:
-            every = tuple(Part(part.name, cut.columns, cut.full, cut.start) for part in cut.parts)
-            size = cut.columns * len(every)
-            specs["weight_g_idx"] = ParamSpec((size,), torch.int32, every, out_dim=0)
+            specs["weight_g_idx"] = self._table(cut)
         return specs
 
-    def _turned(
+    def _laid_out(
         self,
         cut: Cut,
         parts: tuple[Part, ...],
         unit: int,
         *,
+        turned: bool = False,
         dummy: float | None = None,
         kept: int | None = None,
     ) -> ParamSpec:
-        """[K / unit, rows]: columns lie along the first dimension, rows along the last."""
-        shape, start, full = self._columns(cut, unit)
+        """[rows, K / unit]; if `turned` [K / unit, rows], where columns lie along the first."""
+        columns, start, full = self._columns(cut, unit)
         rows = sum(part.size for part in parts)
         dtype = torch.int32 if dummy is None else torch.float32
+        shape, out_dim, in_dim = (rows, columns), 0, 1
+        if turned:
+            shape, out_dim, in_dim = (columns, rows), 1, 0
         return ParamSpec(
-            (shape, rows), dtype, parts, 1, 0, start, full, dummy=dummy, kept_bytes=kept
+            shape, dtype, parts, out_dim, in_dim, start, full, dummy=dummy, kept_bytes=kept
         )
 
-    def _straight(
-        self,
-        cut: Cut,
-        parts: tuple[Part, ...],
-        unit: int,
-        *,
-        dummy: float | None = None,
-        kept: int | None = None,
-    ) -> ParamSpec:
-        """[rows, K / unit]."""
-        shape, start, full = self._columns(cut, unit)
-        rows = sum(part.size for part in parts)
-        dtype = torch.int32 if dummy is None else torch.float32
-        return ParamSpec(
-            (rows, shape), dtype, parts, 0, 1, start, full, dummy=dummy, kept_bytes=kept
-        )
+    @staticmethod
+    def _table(cut: Cut) -> ParamSpec:
+        """The group of each column. A vector of columns: what are rows of others are columns."""
+        every = tuple(Part(part.name, cut.columns, cut.full, cut.start) for part in cut.parts)
+        return ParamSpec((cut.columns * len(every),), torch.int32, every, out_dim=0)
 
     def _columns(self, cut: Cut, unit: int) -> tuple[int, int, int]:
         """(count, start, full) of a dimension in which `unit` columns are one."""

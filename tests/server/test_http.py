@@ -344,6 +344,15 @@ async def test_what_is_refused_waits_for_the_answers_before_it(
         assert [b'"completion_tokens":5' in one for one in answers] == [True, True, False]
 
 
+async def one_is_aborted(engine: FakeEngine) -> None:
+    """Waits until nothing runs, a second at most."""
+    for _ in range(200):
+        if not engine.running:
+            break
+        await asyncio.sleep(0.005)
+    assert (engine.running, engine.aborted) == (0, 1)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_closed_socket_ends_the_request(streamed: bool) -> None:
     engine = FakeEngine(step_seconds=0.005)
@@ -357,11 +366,7 @@ async def test_a_closed_socket_ends_the_request(streamed: bool) -> None:
         if streamed:
             assert await reader.readline()
         writer.close()
-        for _ in range(200):
-            if not engine.running:
-                break
-            await asyncio.sleep(0.005)
-        assert (engine.running, engine.aborted) == (0, 1)
+        await one_is_aborted(engine)
 
 
 async def test_a_closed_socket_ends_the_request_with_others_behind_it() -> None:
@@ -373,11 +378,7 @@ async def test_a_closed_socket_ends_the_request_with_others_behind_it() -> None:
         writer.write(asked + asked)
         assert await reader.readline()
         writer.close()
-        for _ in range(200):
-            if not engine.running:
-                break
-            await asyncio.sleep(0.005)
-        assert (engine.running, engine.aborted) == (0, 1)
+        await one_is_aborted(engine)
 
 
 async def test_a_reader_that_stops_is_dropped_with_its_buffers() -> None:

@@ -1,4 +1,4 @@
-"""The kernel for few rows on a CPU: its arithmetic of places and turns, on random shapes."""
+"""The kernels for Hopper on a CPU: their arithmetic of places, turns and tiles."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import secrets
 import subprocess
 import sys
 
+import pytest
 
-def test_places_and_turns() -> None:
+
+@pytest.mark.parametrize("kernel", ["grouped", "skinny"])
+def test_places_and_turns(kernel: str) -> None:
     """In a process of its own, as another triton stands in the place of the real one there."""
     seed = secrets.randbits(31)
     found = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.skinny_on_cpu", str(seed)],
+        [sys.executable, "-m", f"tests.gpu.{kernel}_on_cpu", str(seed)],
         capture_output=True,
         text=True,
         timeout=100,
